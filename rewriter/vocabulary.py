@@ -1,0 +1,105 @@
+"""The vocabulary: functional `k3::` ops, each with a meaning, a shape function, traits and a cost.
+
+An `Op` is declared once, in `kernels/<op>/op.py`, and registered with the dispatcher as `k3::<name>`:
+
+* `reference` is the meaning, in plain PyTorch. It runs wherever no kernel is bound, it is the oracle of every check,
+  and it is what a left-over op is expanded to. It never aliases an input.
+* `fake` gives shape, dtype, device and stride of the results without running anything. It is always written out:
+  running the reference on fake tensors would add guards.
+* `cost` counts launches and bytes of one fused execution.
+
+State is functional (state in, state out). `inplace` names the arguments whose storage a result may take over; the
+last pass of a pipeline uses it where the old value has no later reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+NAMESPACE = "k3"
+TRAITS = frozenset({"elementwise", "row_independent", "linear_in", "weight_only", "commutative"})
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one execution moves and does: kernel launches, bytes read and written in device memory, operations."""
+
+    launches: int
+    bytes_read: int
+    bytes_written: int
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_read + self.bytes_written
+
+
+@dataclass(frozen=True)
+class Op:
+    """One word of the vocabulary. `schema` is without the name: "(Tensor x, float eps) -> Tensor"."""
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    cost: Callable[..., Cost]
+    traits: frozenset[str] = frozenset()
+    inplace: Mapping[str, int] = field(default_factory=dict)
+    """argument name -> index of the result that may be written into that argument's storage"""
+
+    def __post_init__(self) -> None:
+        if unknown := self.traits - TRAITS:
+            raise ValueError(f"k3::{self.name}: unknown traits {sorted(unknown)}; known: {sorted(TRAITS)}")
+
+    @property
+    def qualified_name(self) -> str:
+        return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """The dispatcher's handle, as it appears as a node's target."""
+        return getattr(getattr(torch.ops, NAMESPACE), self.name).default
+
+    @property
+    def source_hash(self) -> str:
+        """Content hash of schema, meaning and shape function: part of every cache key."""
+        parts = [self.schema, inspect.getsource(self.reference), inspect.getsource(self.fake)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+    def register(self) -> Op:
+        """Define the op with the dispatcher. Done once, when `k3rewrite.kernels` is imported."""
+        _LIBRARY.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(self.name, self.reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(self.qualified_name, self.fake, lib=_LIBRARY)
+        return self
+
+
+def tensor_bytes(*tensors: Any) -> int:
+    """Bytes of the tensors among the arguments (lists and None allowed); 0 for symbolic sizes without a hint."""
+    total = 0
+    for value in tensors:
+        if isinstance(value, (list, tuple)):
+            total += tensor_bytes(*value)
+        elif isinstance(value, torch.Tensor):
+            total += static_numel(value) * value.element_size()
+    return total
+
+
+def static_numel(tensor: torch.Tensor) -> int:
+    """Number of elements; a symbolic size counts with its hint, without adding a guard."""
+    count = 1
+    for size in tensor.shape:
+        if isinstance(size, int):
+            count *= size
+        else:
+            hint = size.node.hint
+            count *= int(hint) if hint is not None else 0
+    return count
