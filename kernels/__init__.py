@@ -1,0 +1,19 @@
+"""The vocabulary's ops and their kernels, one folder an op: meaning, schema and fake, cost, Triton, HIP.
+
+Importing this package registers every op with the dispatcher, once. `OPS` maps names to ops; `KERNELS` are all
+kernels, in the order in which `select` prefers them when their cost estimates are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from k3rewrite.kernel import Kernel
+from k3rewrite.kernels import attn_res, attn_res_norm, gated_rms_norm, l2_norm, mlp, rms_norm, route
+from k3rewrite.vocabulary import Op
+
+_FOLDERS = (rms_norm, gated_rms_norm, l2_norm, mlp, route, attn_res, attn_res_norm)
+
+OPS: Mapping[str, Op] = MappingProxyType({op.name: op.register() for folder in _FOLDERS for op in folder.OPS})
+KERNELS: tuple[Kernel, ...] = tuple(attn_res_norm.KERNELS)

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from k3rewrite.targets import Target
@@ -23,6 +23,10 @@ class TritonUnit:
 
     `signature` maps every parameter to its Triton type ("*bf16", "i32", "constexpr"); `constants` gives the
     constexpr values; `aligned` names pointer and integer parameters known to be divisible by 16.
+
+    `fp_fusion` allows a * b + c to become one fused multiply-add. It is always passed on, because Triton's default
+    depends on its version and on the environment: a launch passes `enable_fp_fusion=unit.fp_fusion`. `options` are
+    further compile options of the target's Triton backend ("waves_per_eu"); an unknown one is an error.
     """
 
     function: Any
@@ -31,20 +35,33 @@ class TritonUnit:
     aligned: frozenset[str] = frozenset()
     num_warps: int = 4
     num_stages: int = 2
-    symbol: str = ""
+    fp_fusion: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    language = "triton"
+    language: ClassVar[Literal["triton"]] = "triton"
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function that is compiled."""
+        return str(self.function.__name__)
 
 
 @dataclass(frozen=True)
 class HipUnit:
-    """One extern "C" function of a HIP C++ file, with the macros that fix its sizes."""
+    """One extern "C" function of a HIP C++ file, with the macros that fix its sizes.
+
+    The file includes "portability.h" (in `k3rewrite.kernels`), which takes the place of a vendor's headers.
+    `dynamic_lds` is the LDS (shared memory), in bytes, that the launch asks for beside what the source declares.
+    `fp_fusion`: as for `TritonUnit`, `-ffp-contract=fast` or `off`.
+    """
 
     path: Path
     symbol: str
     defines: Mapping[str, str] = field(default_factory=dict)
+    dynamic_lds: int = 0
+    fp_fusion: bool = True
 
-    language = "hip"
+    language: ClassVar[Literal["hip"]] = "hip"
 
 
 Unit = TritonUnit | HipUnit

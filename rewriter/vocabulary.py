@@ -18,6 +18,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ class Op:
     traits: frozenset[str] = frozenset()
     inplace: Mapping[str, int] = field(default_factory=dict)
     """argument name -> index of the result that may be written into that argument's storage"""
+    inplace_reads: Callable[[Mapping[str, Any]], str | None] | None = None
+    """Asked before a result takes over an argument of which another argument is a view: None if what is read through
+    that view is never what is written, else the reason. It gets parameter name -> fake tensor or scalar; tensors that
+    share storage are given as views of each other, so that offsets and strides can be compared."""
 
     def __post_init__(self) -> None:
         if unknown := self.traits - TRAITS:
@@ -70,9 +75,12 @@ class Op:
 
     @property
     def source_hash(self) -> str:
-        """Content hash of schema, meaning and shape function: part of every cache key."""
-        parts = [self.schema, inspect.getsource(self.reference), inspect.getsource(self.fake)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        """Content hash of schema and of the files that hold meaning and shape function: part of every cache key."""
+        files = sorted({inspect.getsourcefile(f) or "" for f in (self.reference, self.fake)})
+        digest = hashlib.sha256(f"{self.name}{self.schema}".encode())
+        for file in files:
+            digest.update(Path(file).read_bytes())
+        return digest.hexdigest()[:16]
 
     def register(self) -> Op:
         """Define the op with the dispatcher. Done once, when `k3rewrite.kernels` is imported."""

@@ -1,0 +1,7 @@
+"""Checks of rewritten graphs.
+
+contract.py    after every pass: metadata of inputs and outputs, well-formedness, allowed ops, order of collectives
+regions.py     per site: old nodes against new nodes, both against an fp64 run of the old
+end_to_end.py  the compiled model against eager, both against an fp64 run
+errors.py      the error measure and the acceptance rule that the last two share
+"""

@@ -1,0 +1,51 @@
+"""Patterns, the matcher, rules, and their application to a graph.
+
+pattern.py  patterns as values
+match.py    the matcher: from an anchor to a match, or to the deepest reason for a miss
+rule.py     rule, policy, refusal, builder, examples
+rewrite.py  one rule applied to every candidate site, with purity and contract checked
+"""
+
+from k3rewrite.patterns.match import Match, describe
+from k3rewrite.patterns.pattern import (
+    LAST_DIM,
+    OPERATORS,
+    Anything,
+    Cast,
+    Dims,
+    Item,
+    ListOf,
+    Named,
+    Number,
+    Pattern,
+    Product,
+    Var,
+    Views,
+    call,
+)
+from k3rewrite.patterns.rule import Builder, CounterExample, Example, Policy, Refusal, Rule
+
+__all__ = [
+    "LAST_DIM",
+    "OPERATORS",
+    "Anything",
+    "Builder",
+    "Cast",
+    "CounterExample",
+    "Dims",
+    "Example",
+    "Item",
+    "ListOf",
+    "Match",
+    "Named",
+    "Number",
+    "Pattern",
+    "Policy",
+    "Product",
+    "Refusal",
+    "Rule",
+    "Var",
+    "Views",
+    "call",
+    "describe",
+]

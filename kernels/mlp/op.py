@@ -1,0 +1,65 @@
+"""`k3::mlp`: gate and up projection, gated activation, down projection (dense and shared expert).
+
+    silu:  a = silu(g) * u
+    situ:  a = [beta * tanh(g / beta) * sigmoid(g)] * [linear_beta * tanh(u / linear_beta)]
+
+g = x Wg^T and u = x Wu^T in the dtype of x; the activation in `compute_dtype` with one rounding to the dtype of x;
+y = a Wd^T. `beta` and `linear_beta` are those of Kimi K3's SiTU; a `linear_beta` of 0 leaves the up half as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from k3rewrite.vocabulary import Cost, Op, static_numel, tensor_bytes
+
+ACTIVATIONS = ("silu", "situ")
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str, beta: float, linear_beta: float) -> Tensor:
+    """The product of the activated gate half and the up half, in the dtype of the operands."""
+    if activation == "silu":
+        return F.silu(gate) * up
+    wide_up = linear_beta * torch.tanh(up / linear_beta) if linear_beta else up
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * wide_up
+
+
+def mlp(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: str, beta: float, linear_beta: float,
+    compute_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """x [..., d], w_gate and w_up [I, d], w_down [d, I], all of one dtype -> [..., d] in that dtype."""
+    gate, up = F.linear(x, w_gate).to(compute_dtype), F.linear(x, w_up).to(compute_dtype)
+    return F.linear(gated_activation(gate, up, activation, beta, linear_beta).to(x.dtype), w_down)
+
+
+def mlp_fake(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: str, beta: float, linear_beta: float,
+    compute_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"k3::mlp: activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    return x.new_empty((*x.shape[:-1], w_down.shape[0]))
+
+
+def _cost(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest: object) -> Cost:
+    rows = static_numel(x) // max(1, int(x.shape[-1]))
+    flops = 2 * rows * sum(static_numel(w) for w in (w_gate, w_up, w_down))
+    written = rows * int(w_down.shape[0]) * x.element_size()
+    return Cost(2, tensor_bytes(x, w_gate, w_up, w_down), written, flops)
+
+
+OP = Op(
+    name="mlp",
+    schema=(
+        "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, str activation, float beta, float linear_beta, "
+        "ScalarType compute_dtype) -> Tensor"
+    ),
+    reference=mlp,
+    fake=mlp_fake,
+    cost=_cost,
+    traits=frozenset({"row_independent"}),
+)
+OPS = (OP,)

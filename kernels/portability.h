@@ -1,0 +1,436 @@
+// One HIP C++ source, four compilers: what a kernel of this project may use instead of a vendor's headers.
+//
+//   clang -x hip -nogpuinc -nogpulib    ahead of time for gfx942 and gfx950, on a machine without ROCm
+//   hiprtc, hipcc                       on ROCm (their own headers may be there; nothing here clashes with them)
+//   NVRTC, nvcc                         on NVIDIA, sm_80 and later: the same source, executed
+//
+// A kernel looks like this:
+//
+//   #include "portability.h"
+//   K3_KERNEL(256) row_sum(const k3::bf16* x, float* out, k3::i32 columns) {
+//       const k3::i64 row = k3::block_x();
+//       float sum = 0.0f;
+//       for (k3::i32 i = k3::thread_x() * 8; i < columns; i += 256 * 8) {
+//           float v[8];
+//           k3::unpack8(k3::load16(x + row * columns + i), v);
+//           for (int j = 0; j < 8; ++j) sum += v[j];
+//       }
+//       sum = k3::wave_sum(sum);  // every lane of the wave holds the sum
+//       ...
+//   }
+//
+// Block sizes are compile-time constants (K3_KERNEL's argument); grid sizes are kernel arguments. No macro of the
+// compiler's command line is needed. Nothing here is approximate unless its name says `fast`.
+#pragma once
+
+#if defined(__CUDACC__)
+#define K3_NVIDIA 1
+#define K3_AMD 0
+#elif defined(__HIP__)
+#define K3_NVIDIA 0
+#define K3_AMD 1
+#else
+#error "portability.h: compile as HIP (clang -x hip, hipcc, hiprtc) or as CUDA (nvcc, NVRTC)"
+#endif
+
+#if K3_AMD
+// The keywords are macros in HIP's own headers, and these are what they expand to.
+#ifndef __global__
+#define __global__ __attribute__((global))
+#endif
+#ifndef __device__
+#define __device__ __attribute__((device))
+#endif
+#ifndef __shared__
+#define __shared__ __attribute__((shared))
+#endif
+#define K3_KERNEL(THREADS) \
+    extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(THREADS, THREADS)))
+#define K3_KERNEL_OCCUPANCY(THREADS, WAVES_PER_SIMD) \
+    extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(THREADS, THREADS), \
+                                              amdgpu_waves_per_eu(WAVES_PER_SIMD)))
+#else
+#define K3_KERNEL(THREADS) extern "C" __global__ void __launch_bounds__(THREADS)
+// A "SIMD" is one of the four schedulers of an SM: THREADS / 32 warps a block, 4 * WAVES_PER_SIMD warps an SM.
+#define K3_KERNEL_OCCUPANCY(THREADS, WAVES_PER_SIMD) \
+    extern "C" __global__ void __launch_bounds__( \
+        THREADS, (WAVES_PER_SIMD) * 128 / (THREADS) > 0 ? (WAVES_PER_SIMD) * 128 / (THREADS) : 1)
+#endif
+
+#define K3_DEVICE static __device__ __attribute__((always_inline)) inline
+
+namespace k3 {
+
+using i32 = int;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+using u16 = unsigned short;
+using u8 = unsigned char;
+
+// Lanes of a wave (AMD) or warp (NVIDIA). The host pass of hipcc has no device architecture; it takes 64.
+#if K3_NVIDIA || defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
+constexpr i32 wave_size = 32;
+#else
+constexpr i32 wave_size = 64;
+#endif
+
+// ---------------------------------------------------------------------------------------------- where am I
+
+#if K3_AMD
+K3_DEVICE i32 thread_x() { return static_cast<i32>(__builtin_amdgcn_workitem_id_x()); }
+K3_DEVICE i32 thread_y() { return static_cast<i32>(__builtin_amdgcn_workitem_id_y()); }
+K3_DEVICE i32 block_x() { return static_cast<i32>(__builtin_amdgcn_workgroup_id_x()); }
+K3_DEVICE i32 block_y() { return static_cast<i32>(__builtin_amdgcn_workgroup_id_y()); }
+K3_DEVICE i32 block_z() { return static_cast<i32>(__builtin_amdgcn_workgroup_id_z()); }
+// Position within the wave, from the hardware: also right for two-dimensional blocks.
+K3_DEVICE i32 lane() {
+    const u32 low = __builtin_amdgcn_mbcnt_lo(~0u, 0u);
+    return static_cast<i32>(wave_size == 64 ? __builtin_amdgcn_mbcnt_hi(~0u, low) : low);
+}
+#else
+K3_DEVICE i32 thread_x() { return static_cast<i32>(threadIdx.x); }
+K3_DEVICE i32 thread_y() { return static_cast<i32>(threadIdx.y); }
+K3_DEVICE i32 block_x() { return static_cast<i32>(blockIdx.x); }
+K3_DEVICE i32 block_y() { return static_cast<i32>(blockIdx.y); }
+K3_DEVICE i32 block_z() { return static_cast<i32>(blockIdx.z); }
+K3_DEVICE i32 lane() {
+    u32 id;
+    asm("mov.u32 %0, %%laneid;" : "=r"(id));
+    return static_cast<i32>(id);
+}
+#endif
+
+// Index of the wave within a one-dimensional block. The same in all its lanes, and the compiler is told so.
+K3_DEVICE i32 wave() {
+#if K3_AMD
+    return __builtin_amdgcn_readfirstlane(thread_x() / wave_size);
+#else
+    return __shfl_sync(0xffffffffu, thread_x() / wave_size, 0);
+#endif
+}
+
+// All threads of the block arrive; their earlier writes to shared and global memory are visible to the block.
+K3_DEVICE void barrier() {
+#if K3_AMD
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+#else
+    __syncthreads();
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------- bits
+
+template <typename To, typename From>
+K3_DEVICE To bit_cast(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "bit_cast: sizes differ");
+    To to;
+#if K3_AMD
+    __builtin_memcpy(&to, &from, sizeof(To));
+#else
+    memcpy(&to, &from, sizeof(To));  // NVRTC knows this name only
+#endif
+    return to;
+}
+
+// ---------------------------------------------------------------------------------------------- bf16
+
+struct bf16 {
+    u16 bits;
+};
+
+K3_DEVICE float to_float(bf16 value) { return bit_cast<float>(static_cast<u32>(value.bits) << 16); }
+K3_DEVICE float low_to_float(u32 pair) { return bit_cast<float>(pair << 16); }
+K3_DEVICE float high_to_float(u32 pair) { return bit_cast<float>(pair & 0xffff0000u); }
+
+// Two floats to two bf16 in one register, `low` in bits 0-15. Round to nearest even; overflow gives infinity; a NaN
+// stays a NaN (its payload is the hardware's business).
+K3_DEVICE u32 pack2(float low, float high) {
+#if K3_AMD
+    // One v_cvt_pk_bf16_f32 on gfx950; the compiler's own integer sequence, NaN included, on gfx942.
+    typedef __bf16 pair_t __attribute__((ext_vector_type(2)));
+    pair_t pair;
+    pair.x = static_cast<__bf16>(low);
+    pair.y = static_cast<__bf16>(high);
+    return bit_cast<u32>(pair);
+#else
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
+K3_DEVICE bf16 to_bf16(float value) { return bf16{static_cast<u16>(pack2(value, 0.0f) & 0xffffu)}; }
+// The value that a store to bf16 and a load back would give.
+K3_DEVICE float round_to_bf16(float value) { return low_to_float(pack2(value, 0.0f)); }
+
+// ---------------------------------------------------------------------------------------------- 16-byte memory access
+
+struct alignas(16) u32x4 {
+    u32 x, y, z, w;
+};
+
+#if K3_AMD
+typedef u32 u32x4_native __attribute__((ext_vector_type(4)));
+#endif
+
+// 16 bytes from a 16-byte aligned address: global_load_dwordx4, ds_read_b128 or ld.v4.u32.
+template <typename T>
+K3_DEVICE u32x4 load16(const T* address) {
+#if K3_AMD
+    return bit_cast<u32x4>(*reinterpret_cast<const u32x4_native*>(address));
+#else
+    // Field by field: through memcpy nvcc would load single bytes.
+    const uint4 v = *reinterpret_cast<const uint4*>(address);
+    return u32x4{v.x, v.y, v.z, v.w};
+#endif
+}
+
+// The same for data that is read once (weights): a hint not to keep it in the nearest cache. Global memory only, and
+// memory that nothing writes while the kernel runs.
+template <typename T>
+K3_DEVICE u32x4 load16_stream(const T* address) {
+#if K3_AMD
+    const u32x4_native v = __builtin_nontemporal_load(reinterpret_cast<const u32x4_native*>(address));
+    return u32x4{v.x, v.y, v.z, v.w};  // field by field: memcpy loses the hint
+#else
+    u32x4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(__cvta_generic_to_global(address)));
+    return v;
+#endif
+}
+
+template <typename T>
+K3_DEVICE void store16(T* address, const u32x4& value) {
+#if K3_AMD
+    *reinterpret_cast<u32x4_native*>(address) = bit_cast<u32x4_native>(value);
+#else
+    *reinterpret_cast<uint4*>(address) = make_uint4(value.x, value.y, value.z, value.w);
+#endif
+}
+
+// Eight bf16 in 16 bytes, in memory order.
+K3_DEVICE void unpack8(const u32x4& packed, float (&values)[8]) {
+    values[0] = low_to_float(packed.x), values[1] = high_to_float(packed.x);
+    values[2] = low_to_float(packed.y), values[3] = high_to_float(packed.y);
+    values[4] = low_to_float(packed.z), values[5] = high_to_float(packed.z);
+    values[6] = low_to_float(packed.w), values[7] = high_to_float(packed.w);
+}
+
+K3_DEVICE u32x4 pack8(const float (&values)[8]) {
+    return u32x4{pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
+                 pack2(values[6], values[7])};
+}
+
+// ---------------------------------------------------------------------------------------------- arithmetic
+
+K3_DEVICE float fma(float a, float b, float c) {
+#if K3_AMD
+    return __builtin_fmaf(a, b, c);
+#else
+    return __fmaf_rn(a, b, c);
+#endif
+}
+
+// IEEE: a NaN operand gives the other operand.
+K3_DEVICE float maximum_number(float a, float b) {
+#if K3_AMD
+    return __builtin_fmaxf(a, b);
+#else
+    return fmaxf(a, b);
+#endif
+}
+
+// One instruction each, one or two units in the last place; a subnormal argument or result may become zero.
+K3_DEVICE float fast_exp2(float x) {
+#if K3_AMD
+    return __builtin_amdgcn_exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+// Relative error about 2^-23 + |x| * 2^-24, from the rounding of the product.
+K3_DEVICE float fast_exp(float x) { return fast_exp2(x * 1.4426950408889634f); }
+
+K3_DEVICE float fast_log2(float x) {
+#if K3_AMD
+    return __builtin_amdgcn_logf(x);  // v_log_f32: base two
+#else
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+K3_DEVICE float fast_reciprocal(float x) {
+#if K3_AMD
+    return __builtin_amdgcn_rcpf(x);
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+K3_DEVICE float fast_rsqrt(float x) {
+#if K3_AMD
+    return __builtin_amdgcn_rsqf(x);
+#else
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+// 1 / (1 + e^-x). A large negative x gives +0, not NaN: the reciprocal of infinity.
+K3_DEVICE float fast_sigmoid(float x) { return fast_reciprocal(1.0f + fast_exp(-x)); }
+
+// ---------------------------------------------------------------------------------------------- across the wave
+
+#if K3_AMD
+// Data-parallel primitives: a move that reads another lane of the same row of 16, at no cost in shared memory.
+template <i32 Control>
+K3_DEVICE u32 dpp(u32 value) {
+    return static_cast<u32>(
+        __builtin_amdgcn_update_dpp(static_cast<i32>(value), static_cast<i32>(value), Control, 0xf, 0xf, true));
+}
+constexpr i32 dpp_row_half_mirror = 0x141;  // lane ^ 7
+constexpr i32 dpp_row_mirror = 0x140;       // lane ^ 15
+constexpr i32 dpp_row_rotate_8 = 0x128;     // lane ^ 8
+constexpr i32 dpp_quad_xor(i32 mask) { return (0 ^ mask) | (1 ^ mask) << 2 | (2 ^ mask) << 4 | (3 ^ mask) << 6; }
+
+// lane ^ Mask for Mask in 1..15, as at most three DPP moves: any such mask is a xor of 1..3, 7, 8 and 15.
+template <i32 Mask>
+K3_DEVICE u32 shuffle_xor_in_row(u32 value) {
+    if constexpr (Mask == 0) {
+        return value;
+    } else if constexpr (Mask < 4) {
+        return dpp<dpp_quad_xor(Mask)>(value);
+    } else if constexpr (Mask == 7) {
+        return dpp<dpp_row_half_mirror>(value);
+    } else if constexpr (Mask == 8) {
+        return dpp<dpp_row_rotate_8>(value);
+    } else if constexpr (Mask == 15) {
+        return dpp<dpp_row_mirror>(value);
+    } else if constexpr (Mask < 8) {
+        return shuffle_xor_in_row<Mask ^ 7>(dpp<dpp_row_half_mirror>(value));
+    } else if constexpr (Mask < 12) {
+        return shuffle_xor_in_row<Mask ^ 8>(dpp<dpp_row_rotate_8>(value));
+    } else {
+        return shuffle_xor_in_row<Mask ^ 15>(dpp<dpp_row_mirror>(value));
+    }
+}
+#endif
+
+// The value of lane (lane ^ Mask). All lanes of the wave must be active.
+template <i32 Mask>
+K3_DEVICE u32 shuffle_xor(u32 value) {
+    static_assert(Mask > 0 && Mask < wave_size, "shuffle_xor: the mask must be within the wave");
+#if K3_AMD
+    if constexpr (Mask < 16) {
+        return shuffle_xor_in_row<Mask>(value);
+    } else if constexpr (Mask < 32) {
+        // ds_swizzle_b32 in bit mode: (lane & 0x1f) ^ Mask; it uses the crossbar of the LDS, no LDS memory.
+        return static_cast<u32>(__builtin_amdgcn_ds_swizzle(static_cast<i32>(value), 0x1f | Mask << 10));
+    } else {
+        return static_cast<u32>(__builtin_amdgcn_ds_bpermute((lane() ^ Mask) * 4, static_cast<i32>(value)));
+    }
+#else
+    return __shfl_xor_sync(0xffffffffu, value, Mask);
+#endif
+}
+
+template <i32 Mask>
+K3_DEVICE float shuffle_xor(float value) {
+    return bit_cast<float>(shuffle_xor<Mask>(bit_cast<u32>(value)));
+}
+
+// The value of lane `source`, which may differ from lane to lane.
+K3_DEVICE float shuffle(float value, i32 source) {
+#if K3_AMD
+    return bit_cast<float>(__builtin_amdgcn_ds_bpermute(source * 4, bit_cast<i32>(value)));
+#else
+    return __shfl_sync(0xffffffffu, value, source);
+#endif
+}
+
+struct sum_of {
+    static __device__ float apply(float a, float b) { return a + b; }
+};
+struct maximum_of {
+    static __device__ float apply(float a, float b) { return maximum_number(a, b); }
+};
+
+// Combine with the lane at distance Mask. On gfx950 v_permlane32_swap and v_permlane16_swap give both halves at once,
+// in registers; the operation is commutative, so it does not matter which lane got which half.
+template <typename Operation, i32 Mask>
+K3_DEVICE float butterfly_step(float value) {
+#if K3_AMD && defined(__gfx950__)
+    const u32 bits = bit_cast<u32>(value);
+    if constexpr (Mask == 32) {
+        const auto both = __builtin_amdgcn_permlane32_swap(bits, bits, false, false);
+        return Operation::apply(bit_cast<float>(both[0]), bit_cast<float>(both[1]));
+    } else if constexpr (Mask == 16) {
+        const auto both = __builtin_amdgcn_permlane16_swap(bits, bits, false, false);
+        return Operation::apply(bit_cast<float>(both[0]), bit_cast<float>(both[1]));
+    }
+#endif
+    return Operation::apply(value, shuffle_xor<Mask>(value));
+}
+
+// Reduce groups of Width neighbouring lanes (a power of two); every lane of a group gets the result. The tree is the
+// same on every target: pairs, then quads, and so on, so two targets differ only in the part above a warp.
+template <typename Operation, i32 Width>
+K3_DEVICE float group_reduce(float value) {
+    static_assert(Width > 0 && (Width & (Width - 1)) == 0 && Width <= wave_size, "group_reduce: Width");
+    if constexpr (Width >= 2) value = butterfly_step<Operation, 1>(value);
+    if constexpr (Width >= 4) value = butterfly_step<Operation, 2>(value);
+#if K3_AMD
+    // Quads are uniform by now, so a mirror does what xor 4 would, in one move; likewise above.
+    if constexpr (Width >= 8) value = butterfly_step<Operation, 7>(value);
+    if constexpr (Width >= 16) value = butterfly_step<Operation, 15>(value);
+#else
+    if constexpr (Width >= 8) value = butterfly_step<Operation, 4>(value);
+    if constexpr (Width >= 16) value = butterfly_step<Operation, 8>(value);
+#endif
+    if constexpr (Width >= 32) value = butterfly_step<Operation, 16>(value);
+    if constexpr (Width >= 64) value = butterfly_step<Operation, 32>(value);
+    return value;
+}
+
+template <i32 Width>
+K3_DEVICE float group_sum(float value) { return group_reduce<sum_of, Width>(value); }
+template <i32 Width>
+K3_DEVICE float group_max(float value) { return group_reduce<maximum_of, Width>(value); }
+K3_DEVICE float wave_sum(float value) { return group_reduce<sum_of, wave_size>(value); }
+K3_DEVICE float wave_max(float value) { return group_reduce<maximum_of, wave_size>(value); }
+
+// Reduce over a block of Threads; every thread gets the result. `scratch`: Threads / wave_size floats of shared memory.
+// Leave a barrier between two uses of one scratch.
+template <typename Operation, i32 Threads>
+K3_DEVICE float block_reduce(float value, float* scratch) {
+    static_assert(Threads % wave_size == 0, "block_reduce: whole waves");
+    constexpr i32 waves = Threads / wave_size;
+    value = group_reduce<Operation, wave_size>(value);
+    if constexpr (waves == 1) return value;
+    if (lane() == 0) scratch[wave()] = value;
+    barrier();
+    float result = scratch[0];
+#pragma unroll
+    for (i32 i = 1; i < waves; ++i) result = Operation::apply(result, scratch[i]);
+    return result;
+}
+
+template <i32 Threads>
+K3_DEVICE float block_sum(float value, float* scratch) { return block_reduce<sum_of, Threads>(value, scratch); }
+template <i32 Threads>
+K3_DEVICE float block_max(float value, float* scratch) { return block_reduce<maximum_of, Threads>(value, scratch); }
+
+}  // namespace k3

@@ -1,0 +1,114 @@
+"""Remove what only spells the same value twice, so that later patterns see one form.
+
+    x.float().to(bfloat16)           -> x            (x bf16: widened and narrowed back, exact)
+    x.float().double()               -> x.double()   (two widenings are one)
+    torch.ops.aten.copy(dst, src)    -> src          (functional copy that changes neither dtype, shape nor stride)
+
+Nothing here changes a bit of any result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.passes.norm_patterns import widens
+from k3rewrite.patterns import (
+    OPERATORS,
+    Anything,
+    Builder,
+    CounterExample,
+    Example,
+    Match,
+    Policy,
+    Refusal,
+    Rule,
+    Var,
+    call,
+)
+from k3rewrite.patterns.match import cast_source
+from k3rewrite.pipeline.pass_base import RulePass
+
+_CAST_TARGETS = OPERATORS["cast"]
+
+
+class FoldCasts(Rule):
+    """A cast of a cast, where the first loses nothing."""
+
+    name = "fold_casts"
+    policy = Policy.EXACT
+    anchors = _CAST_TARGETS
+    pattern = call("cast", call("cast", Var("x"), open=True, name="first"), open=True, name="anchor")
+    reach = 0
+
+    def check(self, match: Match) -> Refusal | None:
+        if cast_source(match["first"]) is None or cast_source(match["anchor"]) is None:
+            return Refusal("the cast also changes device or memory format", match["anchor"])
+        if not widens(match.value("x").dtype, match.value("first").dtype):
+            return Refusal(f"the cast to {match.value('first').dtype} rounds: it is part of the model", match["first"])
+        return None
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        dtype = match.value("anchor").dtype
+        if match.value("x").dtype == dtype:
+            return {"root": match["x"]}
+        return {"root": builder.call(torch.ops.aten._to_copy.default, match["x"], dtype=dtype)}
+
+    def examples(self) -> Sequence[Example]:
+        return (
+            Example("widened and narrowed back", lambda x: x.float().bfloat16() + 1, _bf16),
+            Example("widened twice", lambda x: x.float().double(), _bf16),
+        )
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        return (
+            CounterExample("a rounding between two wide regions", lambda x: x.float().bfloat16().float(), _fp32, "rounds"),
+            CounterExample("one cast only", lambda x: x.float(), _bf16, "expected cast"),
+        )
+
+
+class FoldCopy(Rule):
+    """A functional copy whose result is its source, in every observable respect."""
+
+    name = "fold_copy"
+    policy = Policy.EXACT
+    anchors = frozenset({torch.ops.aten.copy.default})
+    pattern = call(torch.ops.aten.copy.default, Var("destination"), Var("source"), Anything(), name="anchor")
+    reach = 0
+
+    def check(self, match: Match) -> Refusal | None:
+        difference = metadata_difference(match.value("anchor"), match.value("source"))
+        return Refusal(f"the copy changes its source: {difference}", match["anchor"]) if difference else None
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        return {"root": match["source"]}
+
+    def examples(self) -> Sequence[Example]:
+        return (Example("same metadata", lambda x: torch.ops.aten.copy(x, x * 2) + 1, _fp32),)
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        return (CounterExample("broadcast", lambda x: torch.ops.aten.copy(x, x[:1] * 2) + 1, _fp32, "shape"),)
+
+
+def _fp32() -> tuple[Tensor]:
+    return (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+
+
+def _bf16() -> tuple[Tensor]:
+    return (_fp32()[0].bfloat16(),)
+
+
+@dataclass(frozen=True)
+class CanonicalisePass(RulePass):
+    """Fold casts that lose nothing and copies that change nothing."""
+
+    name: ClassVar[str] = "canonicalise"
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (FoldCasts(), FoldCopy())

@@ -1,0 +1,199 @@
+"""Lift a gated MLP to one op: dense and shared experts, SiLU or SiTU, separate or stacked gate and up weights.
+
+    g, u = F.linear(x, w_gate), F.linear(x, w_up)
+    a = 4 * torch.tanh(g / 4) * torch.sigmoid(g) * (25 * torch.tanh(u / 25))        (in fp32, one rounding)
+    y = F.linear(a.to(x.dtype), w_down)
+    ->
+    y = k3::mlp(x, w_gate, w_up, w_down, "situ", 4.0, 25.0, float32)
+
+The activation is a product in any association; its constants are captured and must agree with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+import k3rewrite.kernels  # noqa: F401  registers the op that is built
+from k3rewrite.passes.norm_patterns import widens
+from k3rewrite.patterns import (
+    OPERATORS,
+    Anything,
+    Builder,
+    Cast,
+    CounterExample,
+    Example,
+    Item,
+    Match,
+    Named,
+    Number,
+    Pattern,
+    Policy,
+    Product,
+    Refusal,
+    Rule,
+    Var,
+    Views,
+    call,
+)
+from k3rewrite.pipeline.pass_base import RulePass
+
+
+def _transposed(weight: str) -> Pattern:
+    return Named(
+        call("t", Var(weight)) | call("transpose", Var(weight), 0, 1) | call("permute", Var(weight), Anything("swap")),
+        f"{weight}_t",
+    )
+
+
+_SEPARATE_GATE = Views(call("mm", Var("x"), _transposed("w_gate"), name="gate_mm"))
+_SEPARATE_UP = Views(call("mm", Var("x"), _transposed("w_up"), name="up_mm"))
+_STACKED = call("split", Views(call("mm", Var("x"), _transposed("w_both"), name="gate_mm")), Anything("sizes"),
+                Anything("dim"), name="split")  # fmt: skip
+_GATE = Cast(_SEPARATE_GATE | Item(_STACKED, 0), "compute")
+_UP = Cast(_SEPARATE_UP | Item(_STACKED, 1), "compute")
+
+
+def _scaled(value: Pattern, name: str) -> Pattern:
+    """value / c, spelled as a division or as a product with 1 / c."""
+    return call("div", value, Number(name)) | call("mul", value, Number(f"inverse_{name}"))
+
+
+_TANH_GATE = call("tanh", _scaled(_GATE, "beta"))
+_TANH_UP = call("tanh", _scaled(_UP, "linear_beta"))
+_SITU = Product((_TANH_GATE, call("sigmoid", _GATE, name="anchor"), _TANH_UP), "scale")
+_SITU_PLAIN_UP = Product((_TANH_GATE, call("sigmoid", _GATE, name="anchor"), _UP), "scale")
+_SILU = call("mul", call("silu", _GATE, name="anchor"), _UP) | Product(
+    (_GATE, call("sigmoid", _GATE, name="anchor"), _UP), "scale"
+)
+
+
+class LiftMlp(Rule):
+    """See the module docstring. The anchor is the sigmoid or SiLU of the gate half."""
+
+    name = "mlp"
+    policy = Policy.REASSOCIATES  # the factors of the activation may be multiplied in another order
+    anchors = OPERATORS["sigmoid"] | OPERATORS["silu"]
+    pattern = call(
+        "mm",
+        Views(Cast(Named(_SITU | _SITU_PLAIN_UP | _SILU, "activated"), "narrow")),
+        _transposed("w_down"),
+        name="down_mm",
+    )
+    reach = 8
+
+    def check(self, match: Match) -> Refusal | None:
+        x = match.value("x")
+        if match["narrow"] != x.dtype or not widens(x.dtype, match["compute"]):
+            return Refusal(
+                f"dtypes {x.dtype} -> {match['compute']} -> {match['narrow']}: the activation must run in the dtype of "
+                "x or a wider one and end in the dtype of x", match["activated"],
+            )  # fmt: skip
+        if "w_both" in match.bindings:
+            both = match.value("w_both")
+            half = both.shape[0] // 2 if isinstance(both.shape[0], int) else None
+            sizes = match["sizes"]
+            if sizes != half and list(sizes if isinstance(sizes, (list, tuple)) else []) != [half, half]:
+                return Refusal("the stacked projection is not split into halves", match["split"])
+            split = match["split"]
+            if match["dim"] not in (-1, split.args[0].meta["val"].dim() - 1):
+                return Refusal("the stacked projection is split over another dimension", split)
+        if self._is_situ(match):
+            return self._check_situ(match)
+        if not math.isclose(match.get("scale", 1.0), 1.0):
+            return Refusal(f"SiLU times a number ({match['scale']})", match["activated"])
+        return None
+
+    def _check_situ(self, match: Match) -> Refusal | None:
+        expected = self._constant(match, "beta") * (self._constant(match, "linear_beta") or 1.0)
+        if not math.isclose(match["scale"], expected, rel_tol=1e-6):
+            return Refusal(
+                f"the product's constant is {match['scale']:g}, and SiTU needs beta * linear_beta = {expected:g}",
+                match["activated"],
+            )
+        return None
+
+    @staticmethod
+    def _is_situ(match: Match) -> bool:
+        return "beta" in match.bindings or "inverse_beta" in match.bindings
+
+    @staticmethod
+    def _constant(match: Match, name: str) -> float:
+        if name in match.bindings:
+            return float(match[name])
+        inverse = match.get(f"inverse_{name}")
+        return 1.0 / float(inverse) if inverse else 0.0
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        if "w_both" in match.bindings:
+            both = match["w_both"]
+            half = match.value("w_both").shape[0] // 2
+            w_gate = builder.call(torch.ops.aten.slice.Tensor, both, 0, 0, half)
+            w_up = builder.call(torch.ops.aten.slice.Tensor, both, 0, half, 2 * half)
+        else:
+            w_gate, w_up = match["w_gate"], match["w_up"]
+        situ = self._is_situ(match)
+        beta = self._constant(match, "beta") if situ else 0.0
+        linear_beta = self._constant(match, "linear_beta") if situ else 0.0
+        node = builder.call(
+            torch.ops.k3.mlp.default, match["x"], w_gate, w_up, match["w_down"], "situ" if situ else "silu", beta,
+            linear_beta, match["compute"],
+        )  # fmt: skip
+        return {"root": node}
+
+    def examples(self) -> Sequence[Example]:
+        def situ(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+            g, u = F.linear(x, w_gate).float(), F.linear(x, w_up).float()
+            a = 4 * torch.tanh(g / 4) * torch.sigmoid(g) * (25 * torch.tanh(u / 25))
+            return F.linear(a.to(x.dtype), w_down)
+
+        def silu_stacked(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+            g, u = F.linear(x, torch.cat([w_gate, w_up])).chunk(2, dim=-1)
+            return F.linear(F.silu(g) * u, w_down)
+
+        def three_dimensional(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+            x = x.view(1, *x.shape)
+            return F.linear(F.silu(F.linear(x, w_gate).float()).mul(F.linear(x, w_up).float()).to(x.dtype), w_down)
+
+        return (
+            Example("SiTU", situ, _inputs),
+            Example("SiLU, stacked weights", silu_stacked, _inputs),
+            Example("SiLU in fp32, three dimensions", three_dimensional, _inputs),
+        )
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        def wrong_constant(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+            g, u = F.linear(x, w_gate), F.linear(x, w_up)
+            return F.linear(5 * torch.tanh(g / 4) * torch.sigmoid(g) * (25 * torch.tanh(u / 25)), w_down)
+
+        def two_inputs(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+            return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x + 1, w_up), w_down)
+
+        return (
+            CounterExample("a constant that is not beta * linear_beta", wrong_constant, _inputs, "beta * linear_beta"),
+            CounterExample("gate and up of different inputs", two_inputs, _inputs, "'x' is"),
+        )
+
+
+def _inputs() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 32), (48, 32), (48, 32), (32, 48))
+    return tuple((torch.randn(s, generator=generator) * 0.2).bfloat16() for s in shapes)
+
+
+@dataclass(frozen=True)
+class LiftMlpPass(RulePass):
+    """Lift gated MLPs (dense layers and shared experts) to k3::mlp."""
+
+    name: ClassVar[str] = "lift_mlp"
+    provides: ClassVar[frozenset[str]] = frozenset({"mlp"})
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (LiftMlp(),)

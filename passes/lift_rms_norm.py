@@ -1,0 +1,182 @@
+"""Lift every spelling of RMSNorm to one op.
+
+    v = x.float()
+    y = w * (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    ->
+    y = k3::rms_norm(x, w, eps, float32, bfloat16, bfloat16)
+
+The places of the casts and of the weight multiply are carried in the op's dtypes, never normalised away. A graph that
+also reads the mean square or its inverse root gets `k3::rms_norm_stat`, which returns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from k3rewrite.graph.shapes import same_size
+from k3rewrite.passes.norm_patterns import ROOTS, inverse_root, is_inverse_root, root, squares, widens
+from k3rewrite.patterns import (
+    LAST_DIM,
+    OPERATORS,
+    Builder,
+    Cast,
+    CounterExample,
+    Example,
+    Match,
+    Named,
+    Number,
+    Policy,
+    Refusal,
+    Rule,
+    Var,
+    call,
+)
+from k3rewrite.pipeline.pass_base import RulePass
+
+_X = Cast(Var("x"), "compute")
+_SUM = call("sum", squares(_X), LAST_DIM, keepdim=True)
+_MEAN = (
+    call("mean", squares(_X), LAST_DIM, keepdim=True, name="mean")
+    | call("div", _SUM, Number("count"), name="mean")
+    | call("mul", _SUM, Number("inverse_count"), name="mean")
+)
+_STATISTIC = call("add", _MEAN, Number("eps"))
+_RSTD = Named(inverse_root(_STATISTIC), "rstd")
+_NORMED = call("mul", _X, _RSTD, name="normed") | call("div", _X, root(_STATISTIC), name="normed")
+_SCALED = Cast(_NORMED, "scale")
+_WEIGHT = Named(Cast(Var("weight"), "weight_dtype"), "weight_used")
+_WEIGHTED = call("mul", _SCALED, _WEIGHT, name="weighted")
+
+
+class LiftRmsNorm(Rule):
+    """See the module docstring."""
+
+    name = "rms_norm"
+    policy = Policy.REASSOCIATES  # 1/sqrt becomes rsqrt, sum/d becomes mean: one unit in the last place of fp32
+    anchors = ROOTS
+    pattern = Cast(_WEIGHTED, "out") | Cast(_SCALED, "out")
+    exposable = frozenset({"mean", "rstd"})
+    reach = 5
+
+    def is_site(self, node: Node) -> bool:
+        return is_inverse_root(node)
+
+    def check(self, match: Match) -> Refusal | None:
+        x, compute, scale = match.value("x"), match["compute"], match["scale"]
+        size = x.shape[-1]
+        if not widens(x.dtype, compute):
+            return Refusal(f"x is narrowed from {x.dtype} to {compute} before the statistic", match["x"])
+        if not widens(scale, compute) or not widens(match["out"], torch.promote_types(scale, self._product(match))):
+            return Refusal(f"a cast to {match['out']} after the norm widens a rounded value", match.root)
+        if "count" in match.bindings and not same_size(size, match["count"]):
+            return Refusal(f"the sum of squares is divided by {match['count']}, not by the width {size}", match["mean"])
+        if "inverse_count" in match.bindings and not (
+            isinstance(size, int) and abs(match["inverse_count"] * size - 1) < 1e-12
+        ):
+            return Refusal(f"the sum of squares is not divided by the width {size}", match["mean"])
+        if (mean := _centred(match["x"])) is not None:
+            return Refusal("the mean is subtracted from x before the norm: this is a LayerNorm", mean)
+        if "weight" in match.bindings:
+            weight = match.value("weight_used")
+            if weight.dim() >= x.dim() and any(not same_size(s, 1) for s in weight.shape[: weight.dim() - 1]):
+                return Refusal("the factor after the norm has the shape of x: it is no weight", match["weight"])
+            if not weight.dim() or not same_size(weight.shape[-1], size):
+                return Refusal("the factor after the norm does not have the width of x", match["weight"])
+        return None
+
+    @staticmethod
+    def _product(match: Match) -> torch.dtype:
+        node = match.get("weighted") or match["normed"]
+        return node.meta["val"].dtype
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        weight = match.get("weight")
+        if weight is not None and torch.promote_types(match["scale"], match.value("weight").dtype) != self._product(
+            match
+        ):
+            weight = match["weight_used"]  # the cast decides the dtype of the product: it stays
+        arguments = (match["x"], weight, float(match["eps"]), match["compute"], match["scale"], match["out"])
+        if not exposed:
+            return {"root": builder.call(torch.ops.k3.rms_norm.default, *arguments)}
+        node = builder.call(torch.ops.k3.rms_norm_stat.default, *arguments)
+        results = {"root": builder.item(node, 0)}
+        for index, name in ((1, "mean"), (2, "rstd")):
+            if name in exposed:
+                results[name] = builder.item(node, index)
+        return results
+
+    def examples(self) -> Sequence[Example]:
+        def downcast_first(x: Tensor, w: Tensor) -> Tensor:
+            v = x.float()
+            return w * (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+        def statistic_returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return x * rstd * w, rstd
+
+        def no_weight(x: Tensor, w: Tensor) -> Tensor:
+            return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+        return (
+            Example("weight after the downcast", downcast_first, _bf16),
+            Example("F.rms_norm", lambda x, w: F.rms_norm(x, (64,), w, 1e-5), _bf16),
+            Example("statistic returned", statistic_returned, _fp32),
+            Example("divided by the root, no weight", no_weight, _fp32),
+        )
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        def other_dim(x: Tensor, w: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6) * w
+
+        def layer_norm(x: Tensor, w: Tensor) -> Tensor:
+            c = x - x.mean(-1, keepdim=True)
+            return c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+        def written_between(x: Tensor, w: Tensor) -> Tensor:
+            rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            x = x.clone()
+            x.add_(1)
+            return x * rstd * w
+
+        return (
+            CounterExample("another dim", other_dim, _fp32, "a reduction over dim -1"),
+            CounterExample("mean subtracted", layer_norm, _fp32, "LayerNorm"),
+            CounterExample("write between statistic and use", written_between, _fp32, "'x' is"),
+        )
+
+
+def _centred(x: Node) -> Node | None:
+    """The node that subtracts its own mean over the last dimension to give x, if there is one."""
+    if x.target not in OPERATORS["sub"] or not isinstance(x.args[1], Node):
+        return None
+    mean = x.args[1]
+    return x if mean.target in OPERATORS["mean"] and mean.args[0] is x.args[0] else None
+
+
+def _bf16() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(5, 64, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
+
+
+def _fp32() -> tuple[Tensor, Tensor]:
+    x, w = _bf16()
+    return x.float(), w.float()
+
+
+@dataclass(frozen=True)
+class LiftRmsNormPass(RulePass):
+    """Lift RMSNorm, however it is spelled, to k3::rms_norm."""
+
+    name: ClassVar[str] = "lift_rms_norm"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"rms_norm", "rms_norm_stat"})
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (LiftRmsNorm(),)

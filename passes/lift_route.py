@@ -1,0 +1,158 @@
+"""Lift the router: scores, selection bias, top-k, renormalisation, scale.
+
+    s = torch.sigmoid(logits)
+    ids = (s + bias).topk(16).indices
+    w = s.gather(-1, ids)
+    w = w / (w.sum(-1, keepdim=True) + 1e-20) * scale
+    ->
+    w, ids = k3::route(logits, bias, 16, "sigmoid", renormalise=True, eps=1e-20, scale=scale, ...)
+
+Softmax before the top-k and softmax over the selected logits are the other scores. Selection limited to groups of
+experts has two further top-k's and does not match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+import k3rewrite.kernels  # noqa: F401  registers the op that is built
+from k3rewrite.graph.shapes import same_size
+from k3rewrite.passes.norm_patterns import widens
+from k3rewrite.patterns import (
+    LAST_DIM,
+    OPERATORS,
+    Anything,
+    Builder,
+    Cast,
+    CounterExample,
+    Example,
+    Item,
+    Match,
+    Named,
+    Number,
+    Pattern,
+    Policy,
+    Refusal,
+    Rule,
+    Var,
+    call,
+)
+from k3rewrite.pipeline.pass_base import RulePass
+
+_LOGITS = Cast(Var("logits"), "compute")
+_SIGMOID = call("sigmoid", _LOGITS, name="sigmoid")
+_SOFTMAX = call("softmax", _LOGITS, Anything("softmax_dim"), False, name="softmax")
+_SCORES = Named(_SIGMOID | _SOFTMAX, "scores")
+
+
+def _topk(values: Pattern) -> Pattern:
+    return call("topk", values, Number("top_k"), Anything("topk_dim"), name="anchor", open=True)
+
+
+_SELECTED = _topk(call("add", _SCORES, Var("bias"))) | _topk(_SCORES)
+_IDS = Item(_SELECTED, 1, "ids")
+_GATHERED = call("gather", _SCORES, Anything("gather_dim"), _IDS) | Item(_topk(_SCORES), 0)
+_LATE_SOFTMAX = call("softmax", Cast(Item(_topk(_LOGITS), 0), "late_dtype"), Anything("softmax_dim"), False, name="late")
+_WEIGHTS = Cast(_GATHERED, "gathered") | _LATE_SOFTMAX
+_TOTAL = call("sum", _WEIGHTS, LAST_DIM, keepdim=True)
+_RENORMALISED = call("div", _WEIGHTS, call("add", _TOTAL, Number("eps")) | _TOTAL, name="renormalised")
+_NORMED = _RENORMALISED | _WEIGHTS
+
+
+class LiftRoute(Rule):
+    """See the module docstring. The anchor is the top-k whose ids and weights are used."""
+
+    name = "route"
+    policy = Policy.EXACT
+    anchors = OPERATORS["topk"]
+    pattern = Cast(call("mul", _NORMED, Number("scale")) | _NORMED, "out")
+    exposable = frozenset({"ids"})
+    reach = 7
+
+    def check(self, match: Match) -> Refusal | None:
+        logits, topk = match.value("logits"), match["anchor"]
+        if not widens(logits.dtype, match["compute"]) or not widens(match["out"], match["compute"]):
+            return Refusal(f"dtypes {logits.dtype} -> {match['compute']} -> {match['out']} of scores", topk)
+        last = (-1, logits.dim() - 1)
+        for name in ("softmax_dim", "topk_dim", "gather_dim"):
+            if name in match.bindings and match[name] not in last:
+                return Refusal(f"{name.removesuffix('_dim')} over dimension {match[name]}, not over the experts", topk)
+        if "gathered" in match.bindings and match["gathered"] != match["compute"]:
+            return Refusal(f"the selected scores are cast to {match['gathered']} before they are used", topk)
+        if len(topk.args) > 3 and topk.args[3] is False:
+            return Refusal("the smallest scores are selected", topk)
+        if "bias" in match.bindings:
+            bias = match.value("bias")
+            if bias.dim() == 0 or not same_size(bias.shape[-1], logits.shape[-1]):
+                return Refusal("the selection bias does not have one entry an expert", match["bias"])
+            if torch.promote_types(bias.dtype, match["compute"]) != match["compute"]:
+                return Refusal("the selection bias is wider than the scores", match["bias"])
+        return None
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        score = "sigmoid" if "sigmoid" in match.bindings else "softmax" if "softmax" in match.bindings else "topk_softmax"
+        node = builder.call(
+            torch.ops.k3.route.default, match["logits"], match.get("bias"), match["top_k"], score,
+            "renormalised" in match.bindings, float(match.get("eps", 0.0)), float(match.get("scale", 1.0)),
+            match["compute"], match["out"],
+        )  # fmt: skip
+        results = {"root": builder.item(node, 0)}
+        if "ids" in exposed:
+            results["ids"] = builder.item(node, 1)
+        return results
+
+    def examples(self) -> Sequence[Example]:
+        def kimi(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            s = torch.sigmoid(logits)
+            ids = (s + bias).topk(4, dim=-1).indices
+            w = s.gather(-1, ids)
+            return w / (w.sum(-1, keepdim=True) + 1e-20) * 2.5, ids
+
+        def softmax_first(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            w, ids = logits.softmax(-1).topk(4, dim=-1)
+            return w / w.sum(-1, keepdim=True), ids
+
+        def softmax_last(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            w, ids = logits.topk(4, dim=-1)
+            return w.softmax(-1), ids
+
+        return (
+            Example("sigmoid with a selection bias", kimi, _inputs),
+            Example("softmax, top-k, renormalised", softmax_first, _inputs),
+            Example("top-k, softmax over the selected", softmax_last, _inputs),
+        )
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        def biased_weights(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            w, ids = (torch.sigmoid(logits) + bias).topk(4, dim=-1)
+            return w / w.sum(-1, keepdim=True), ids
+
+        def sort_key_only(logits: Tensor, bias: Tensor) -> Tensor:
+            return logits.topk(4, dim=-1).indices
+
+        return (
+            CounterExample("the bias is in the weights", biased_weights, _inputs, "topk"),
+            CounterExample("ids only", sort_key_only, _inputs, "expected"),
+        )
+
+
+def _inputs() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(5, 16, generator=generator), torch.randn(16, generator=generator)
+
+
+@dataclass(frozen=True)
+class LiftRoutePass(RulePass):
+    """Lift routers (scores, selection bias, top-k, renormalise, scale) to k3::route."""
+
+    name: ClassVar[str] = "lift_route"
+    provides: ClassVar[frozenset[str]] = frozenset({"route"})
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (LiftRoute(),)

@@ -1,0 +1,119 @@
+"""Capture a model as one functional ATen graph, apart from what is then done with it.
+
+    captured = capture(model, args, kwargs)
+    captured.module     GraphModule of ATen ops; node.meta["val"] are fake tensors; input writes are trailing copy_ nodes
+    captured.inputs     what the graph is called with
+
+A capture can be rewritten many times (bisection, ablation, comparison of pipelines): `captured.fresh()` gives a copy
+that a pipeline may change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from k3rewrite import _torch_private as private
+from k3rewrite.capture import dynamo
+from k3rewrite.errors import CaptureError, K3RewriteError
+
+AtenCompiler = Callable[["Captured"], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional ATen graph with what is known about its inputs.
+
+    `static_inputs` are the positions of inputs whose address never changes (parameters, buffers, marked states).
+    """
+
+    module: GraphModule
+    inputs: tuple[Any, ...]
+    static_inputs: tuple[int, ...]
+
+    def fresh(self) -> Captured:
+        """A copy whose graph may be changed; fake values and weights are shared."""
+        graph = torch.fx.Graph()
+        value_map: dict[torch.fx.Node, torch.fx.Node] = {}
+        result = graph.graph_copy(self.module.graph, value_map)
+        output = graph.output(result)
+        output.meta = copy.copy(self.module.graph.output_node().meta)
+        for old, new in value_map.items():
+            new.meta = copy.copy(old.meta)
+        return Captured(GraphModule(self.module, graph), self.inputs, self.static_inputs)
+
+
+def lower(module: GraphModule, inputs: Sequence[Any], compiler: AtenCompiler) -> Callable[..., Any]:
+    """Functionalise a Dynamo graph and hand the ATen graph to `compiler`, whose result becomes the compiled function.
+
+    Raises CaptureError when the graph needs gradients: this project compiles for inference.
+    """
+    if torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs):
+        raise CaptureError(
+            "the model is compiled with gradients enabled",
+            remedy="call it under torch.no_grad() or torch.inference_mode()",
+        )
+
+    def receive(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compiler(Captured(aten, tuple(aten_inputs), private.static_input_indices()))
+
+    return private.aot_module_simplified(module, inputs, receive)
+
+
+def capture(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = False
+) -> Captured:
+    """Trace `model(*args, **kwargs)` as one graph. Nothing is executed but the tracing.
+
+    Raises CaptureError with the user's source line if the model cannot be captured whole.
+    """
+    received: list[Captured] = []
+
+    def compiler(captured: Captured) -> Callable[..., Any]:
+        received.append(captured)
+        raise _Received
+
+    def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return lower(module, inputs, compiler)
+
+    dynamo.reset()
+    run_captured(model, backend, args, kwargs or {}, dynamic=dynamic, stop=_Received)
+    if not received:
+        raise CaptureError("the model computes nothing on tensors", remedy="compile a callable that uses its inputs")
+    return received[0]
+
+
+class _Received(K3RewriteError):
+    """Ends a trace once the graph is there."""
+
+
+def run_captured(
+    model: Callable[..., Any],
+    backend: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dynamic: bool = False,
+    stop: type[BaseException] | None = None,
+) -> Any:
+    """Call the model compiled whole with `backend`; errors of tracing become CaptureError, `stop` ends quietly."""
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    try:
+        with torch.no_grad():
+            return compiled(*args, **kwargs)
+    except dynamo.DYNAMO_ERRORS as error:
+        inner = dynamo.inner_exception(error)
+        if stop is not None and isinstance(inner, stop):
+            return None
+        if isinstance(inner, K3RewriteError):
+            raise inner from error
+        raise dynamo.capture_error(error) from error
+    except K3RewriteError as error:
+        if stop is not None and isinstance(error, stop):
+            return None
+        raise

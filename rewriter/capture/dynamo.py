@@ -1,0 +1,42 @@
+"""Dynamo's side of a capture: its errors with the user's line, its state between captures.
+
+    torch._dynamo.exc.Unsupported("Data-dependent branching ... File "net.py", line 6, in f ...")
+    -> CaptureError("Data-dependent branching: ...", place="net.py:6 in f")
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from k3rewrite.errors import CaptureError
+from k3rewrite.graph.provenance import UNKNOWN_SOURCE, trace_source_line
+
+DYNAMO_ERRORS: tuple[type[Exception], ...] = (TorchDynamoException,)
+
+
+def reset() -> None:
+    """Forget compiled code and its guards (2.13 reuses the graph of another rank otherwise)."""
+    torch._dynamo.reset()
+
+
+def inner_exception(error: BaseException) -> BaseException:
+    """What a backend raised, out of Dynamo's wrapping."""
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error
+
+
+def capture_error(error: Exception) -> CaptureError:
+    """One message: what Dynamo does not support, at which line of the user's code, and what to do."""
+    text = str(error)
+    head, _, trace = text.partition("from user code:")
+    lines = [line.strip() for line in head.strip().splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    explanation = next((line for line in lines if line.startswith("Explanation:")), "")
+    place = trace_source_line(trace) if trace else UNKNOWN_SOURCE
+    return CaptureError(
+        f"the model cannot be captured as one graph: {reason}. {explanation.removeprefix('Explanation:').strip()}",
+        place=None if place == UNKNOWN_SOURCE else place,
+        remedy="rewrite that line without the construct, or compile the part of the model around it",
+    )

@@ -1,0 +1,97 @@
+"""The contract that holds after every pass, always: cheap, no tensor is computed.
+
+* inputs and outputs keep number, dtype, symbolic shape, device and stride;
+* the graph is well-formed (`lint`), and every node of it has a value description;
+* only the ops of the level are in it, and only those `k3::` ops that a pass before has announced;
+* collectives stand in the same order as in the captured graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from k3rewrite.errors import ContractError
+from k3rewrite.graph.provenance import source_line
+from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.vocabulary import NAMESPACE
+
+KERNEL_NAMESPACE = "k3_kernels"
+
+
+@dataclass(frozen=True)
+class GraphContract:
+    """The observable surface of a captured graph."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    collectives: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: GraphModule) -> GraphContract:
+        graph = module.graph
+        return cls(
+            tuple(n.meta.get("val") for n in graph.find_nodes(op="placeholder")),
+            tuple(_value(a) for a in _outputs(graph)),
+            tuple(str(n.target) for n in graph.nodes if _is_collective(n)),
+        )
+
+    def check(self, module: GraphModule, stage: str, announced: frozenset[str]) -> None:
+        """Raise ContractError if the graph after `stage` breaks the contract. `announced` are the `k3::` ops allowed."""
+        graph = module.graph
+        try:
+            graph.lint()
+        except RuntimeError as error:
+            raise ContractError(f"the graph is not well-formed: {error}", place=f"after {stage}") from error
+        now = GraphContract.of(module)
+        for kind, old, new in (("input", self.inputs, now.inputs), ("output", self.outputs, now.outputs)):
+            if len(old) != len(new):
+                raise ContractError(f"{len(old)} {kind}s became {len(new)}", place=f"after {stage}")
+            for index, (a, b) in enumerate(zip(old, new, strict=True)):
+                if difference := metadata_difference(a, b):
+                    raise ContractError(f"{kind} {index}: {difference}", place=f"after {stage}")
+        if now.collectives != self.collectives:
+            raise ContractError(
+                f"collectives {list(self.collectives)} became {list(now.collectives)}", place=f"after {stage}"
+            )
+        for node in graph.nodes:
+            _check_node(node, stage, announced)
+
+
+def _check_node(node: Node, stage: str, announced: frozenset[str]) -> None:
+    if node.op in ("placeholder", "output", "get_attr"):
+        return
+    place = f"after {stage}, node {node.name} ({source_line(node)})"
+    if node.op != "call_function":
+        raise ContractError(f"a {node.op} node in an ATen graph", place=place)
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace == NAMESPACE and target._opname.rstrip("_") not in announced:
+            raise ContractError(f"k3::{target._opname} was not announced by any pass", place=place)
+        if "val" not in node.meta and target._schema.returns:
+            raise ContractError("a node without a value description", place=place)
+    elif not (target is operator.getitem or isinstance(target, torch._ops.HigherOrderOperator) or _is_symbolic(node)):
+        raise ContractError(f"{target} is no operator of this level", place=place)
+
+
+def _is_symbolic(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def _is_collective(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("_c10d_functional", "c10d_functional")
+
+
+def _outputs(graph: Graph) -> tuple[Any, ...]:
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
+
+
+def _value(argument: Any) -> Any:
+    return map_arg(argument, lambda n: n.meta.get("val"))

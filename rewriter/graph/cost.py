@@ -1,0 +1,68 @@
+"""Launches and bytes of a node, counted as an eager executor would spend them.
+
+A view costs nothing; an ATen op is one launch that reads its tensors and writes its results; a `k3::` op asks its own
+cost function. The figures compare a graph before and after a pass; they are arithmetic, not measurements.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from k3rewrite.vocabulary import Cost, tensor_bytes
+
+FREE = Cost(0, 0, 0)
+
+
+def node_value(arg: Any) -> Any:
+    """An argument with nodes replaced by what they stand for (fake tensors)."""
+    return map_arg(arg, lambda n: n.meta.get("val"))
+
+
+def node_cost(node: Node, op_cost: Callable[[str], Callable[..., Cost] | None] | None = None) -> Cost:
+    """Cost of one node; `op_cost` maps a `k3::` op's name to its cost function."""
+    target = node.target
+    if node.op != "call_function" or target is operator.getitem:
+        return FREE
+    if not isinstance(target, torch._ops.OpOverload):
+        return FREE
+    if op_cost is not None and target.namespace == "k3":
+        own = op_cost(target._opname)
+        if own is not None:
+            return own(*node_value(node.args), **node_value(node.kwargs))
+    if is_view(target):
+        return FREE
+    read = tensor_bytes(node_value(list(node.args)), node_value(list(node.kwargs.values())))
+    return Cost(1, read, tensor_bytes(node.meta.get("val")))
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """True if every result of the op shares storage with an argument and nothing is written (read off the schema)."""
+    schema = target._schema
+    returned = [r.alias_info for r in schema.returns]
+    if not returned or any(a is None for a in returned):
+        return target in _VIEW_LIKE
+    return not any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
+_VIEW_LIKE = frozenset({torch.ops.aten._unsafe_view.default})
+
+
+def graph_cost(graph: Graph, op_cost: Callable[[str], Callable[..., Cost] | None] | None = None) -> Cost:
+    """Sum over the nodes of a graph."""
+    return sum_costs(node_cost(n, op_cost) for n in graph.nodes)
+
+
+def sum_costs(costs: Iterable[Cost]) -> Cost:
+    launches = read = written = flops = 0
+    for cost in costs:
+        launches += cost.launches
+        read += cost.bytes_read
+        written += cost.bytes_written
+        flops += cost.flops
+    return Cost(launches, read, written, flops)

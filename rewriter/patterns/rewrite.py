@@ -1,0 +1,221 @@
+"""Apply one rule to every candidate site of a graph, and say what happened at each.
+
+For every anchor, in graph order:
+
+    match (largest first) -> users, purity, the rule's guard -> new nodes -> contract -> replace      => a Site
+                          \\-> any of them objects                                                    => a Miss
+
+Everything is decided before the first user is redirected, and a refusal takes its new nodes back: after a miss the
+graph reads exactly as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from k3rewrite.graph.provenance import module_path, source_line
+from k3rewrite.graph.purity import PurityIndex, effect, is_view, writes
+from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.patterns.match import Match, describe, match_site
+from k3rewrite.patterns.pattern import OPERATORS
+from k3rewrite.patterns.rule import Builder, Policy, Refusal, Rule
+from k3rewrite.report.schema import Miss, PassReport, Site
+
+SiteCheck = Callable[["Rewrite"], "Refusal | None"]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A replacement that is built and not yet in place: old nodes, new nodes, outputs by name."""
+
+    rule: Rule
+    match: Match
+    made: tuple[Node, ...]
+    old: Mapping[str, Node]
+    new: Mapping[str, Node]
+
+
+def apply_rule(
+    rule: Rule, module: GraphModule, report: PassReport, *, allow_changes_rounding: bool = False,
+    verify: SiteCheck | None = None,
+) -> None:  # fmt: skip
+    """Rewrite every site of `rule` in `module`, adding candidates, sites and misses to `report`.
+
+    `verify` runs a built replacement against the old nodes before it is put in place (see checks/regions.py).
+    """
+    graph = module.graph
+    claimed: dict[Node, str] = {}
+    writers = [n for n in graph.nodes if writes(n)]
+    for anchor in list(_candidates(rule, graph)):
+        report.candidates += 1
+        where = {"site": anchor.name, "source": source_line(anchor), "module": module_path(anchor)}
+        if anchor in claimed:
+            report.missed.append(Miss(reason=f"already part of {claimed[anchor]}", **where))
+            continue
+        matches, attempt = match_site(rule.pattern, anchor, reach=rule.reach)
+        objections: list[Miss] = []
+        for match in matches:
+            outcome = _try(rule, match, graph, allow_changes_rounding, verify, writers)
+            if isinstance(outcome, Rewrite):
+                replaced_by = outcome.new["root"]
+                policy = rule.policy_of(match).value
+                _replace(outcome, graph, claimed, f"the site at {where['site']}")
+                writers.extend(n for n in outcome.made if writes(n))
+                report.matched += 1
+                report.sites.append(Site(replaced_by=replaced_by.name, policy=policy, **where))
+                break
+            place = source_line(outcome.node) if outcome.node is not None else where["source"]
+            objections.append(Miss(reason=outcome.reason, **{**where, "source": place}))
+        else:
+            if objections:
+                report.missed.append(objections[0])
+            else:
+                place = source_line(attempt.node) if attempt.node is not None else where["source"]
+                report.missed.append(
+                    Miss(reason=attempt.reason, expected=attempt.expected, found=attempt.found,
+                         **{**where, "source": place})
+                )  # fmt: skip
+
+
+def _candidates(rule: Rule, graph: Graph) -> Iterator[Node]:
+    found = [n for target in rule.anchors for n in graph.find_nodes(op="call_function", target=target)]
+    return iter(sorted(n for n in found if rule.is_site(n)))
+
+
+def _try(
+    rule: Rule,
+    match: Match,
+    graph: Graph,
+    allow_changes_rounding: bool,
+    verify: SiteCheck | None,
+    writers: Sequence[Node],
+) -> Rewrite | Refusal:
+    exposed = _exposed(rule, match)
+    if isinstance(exposed, Refusal):
+        return exposed
+    if refusal := rule.check(match):
+        return refusal
+    if rule.policy_of(match) is Policy.CHANGES_ROUNDING and not allow_changes_rounding:
+        return Refusal("the rewrite changes a rounding; switch it on with 'allow_changes_rounding: true'", match.root)
+    ordered = sorted(match.nodes)
+    old = {"root": match.root, **exposed}
+    before = _place(old, match, ordered)
+    if isinstance(before, Refusal):
+        return before
+    if refusal := _impure(graph, ordered, before, writers):
+        return refusal
+    builder = Builder(graph, before, ordered, f"{rule.name}")
+    new = rule.build(match, builder, frozenset(exposed))
+    rewrite = Rewrite(rule, match, tuple(builder.made), old, new)
+    refusal = _contract(rewrite) or _aliases(graph, rewrite, writers) or (verify(rewrite) if verify else None)
+    if refusal:
+        builder.discard()
+        return refusal
+    return rewrite
+
+
+def _exposed(rule: Rule, match: Match) -> dict[str, Node] | Refusal:
+    """Inner values with users outside, by name: exposable by the rule, or cheap enough to be computed twice, or a
+    refusal. Result i of an inner call with several results is named "name[i]"."""
+    names = {node: name for name, node in match.bindings.items() if isinstance(node, Node)}
+    exposed: dict[str, Node] = {}
+    for node in sorted(match.nodes):
+        outside = [u for u in node.users if u not in match.nodes]
+        if node is match.root or not outside:
+            continue
+        name = names.get(node, "")
+        items = {f"{name}[{u.args[1]}]": u for u in outside if u.target is operator.getitem}
+        if name in rule.exposable:
+            exposed[name] = node
+        elif len(items) == len(outside) and items.keys() <= rule.exposable:
+            exposed.update(items)
+        elif node.target not in OPERATORS["cast"] and not is_view(node):
+            return Refusal(f"the inner value {describe(node)} is also used by {describe(outside[0])}", node)
+    return exposed
+
+
+def _place(old: Mapping[str, Node], match: Match, ordered: Sequence[Node]) -> Node | Refusal:
+    """The node to insert before: after every input, before the first outside use of any output."""
+    inputs: set[Node] = set()
+    for node in ordered:
+        map_arg((node.args, node.kwargs), lambda n: inputs.add(n) if n not in match.nodes else None)
+    uses = [u for node in old.values() for u in node.users if u not in match.nodes and u not in old.values()]
+    first = min([match.root, *uses])
+    late = [n for n in inputs if not n < first]
+    if late:
+        return Refusal(f"no place: {describe(max(late))} is computed after the first use of a result", max(late))
+    return first
+
+
+def _impure(graph: Graph, ordered: Sequence[Node], before: Node, writers: Sequence[Node]) -> Refusal | None:
+    """Every node a plain value, and no write between them and the new place to anything that they read."""
+    for node in ordered:
+        if (reason := effect(node)) is not None:
+            return Refusal(f"{describe(node)} {reason}", node)
+    if _none_between(writers, ordered[0], max(before, ordered[-1])):
+        return None
+    objection = PurityIndex(graph).region_objection(ordered, before)
+    return Refusal(f"inside the match, {objection}", before) if objection else None
+
+
+def _aliases(graph: Graph, rewrite: Rewrite, writers: Sequence[Node]) -> Refusal | None:
+    """A replacement that is an existing value: the old one must not be returned, nor either be written later."""
+    made = set(rewrite.made)
+    for name, old in rewrite.old.items():
+        new = rewrite.new[name]
+        if new in made:
+            continue
+        readers = _readers(old)
+        if any(reader.op == "output" for reader in readers):
+            return Refusal(f"the result is returned and would share storage with {describe(new)}", old)
+        last = max(readers, default=old)
+        if not _none_between(writers, new, last):
+            index = PurityIndex(graph)
+            writer = index.written_between([new, old], new, last)
+            writes_last = last if last in writers else None
+            if (writer := writer or writes_last) is not None:
+                return Refusal(f"{describe(writer)} writes while the result is read", writer)
+    return None
+
+
+def _readers(node: Node) -> list[Node]:
+    """Users of a value and of its views."""
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found[user] = None
+                if user.op == "call_function" and (is_view(user) or user.target is operator.getitem):
+                    stack.append(user)
+    return list(found)
+
+
+def _none_between(writers: Sequence[Node], first: Node, last: Node) -> bool:
+    return not any(first < w < last for w in writers)
+
+
+def _contract(rewrite: Rewrite) -> Refusal | None:
+    """Every output keeps dtype, symbolic shape, device and observable stride."""
+    for name, old in rewrite.old.items():
+        if name not in rewrite.new:
+            return Refusal(f"the rule builds no replacement for '{name}'", old)
+        difference = metadata_difference(old.meta["val"], rewrite.new[name].meta["val"])
+        if difference:
+            return Refusal(f"contract: output '{name}': {difference}", old)
+    return None
+
+
+def _replace(rewrite: Rewrite, graph: Graph, claimed: dict[Node, str], label: str) -> None:
+    made = set(rewrite.made)
+    for name, old in rewrite.old.items():
+        old.replace_all_uses_with(rewrite.new[name], delete_user_cb=lambda user: user not in made)
+    for node in sorted({*rewrite.match.nodes, *rewrite.old.values()}, reverse=True):
+        claimed[node] = label
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,138 @@
+"""A rule: a pattern, a guard that gives reasons, a replacement, examples and counterexamples.
+
+    class LiftRmsNorm(Rule):
+        anchors = OPERATORS["rsqrt"]                     # every node of these is a candidate site and is counted
+        pattern = call("mul", Var("x"), call("rsqrt", ..., name="anchor"))
+        def check(self, match): ...                      # None, or a Refusal with the reason
+        def build(self, match, builder): ...             # new nodes for the root and for what is exposed
+
+A rule without an example and a counterexample cannot be instantiated: a pattern that nobody has seen match, or seen
+refuse, is not known to work.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from torch.fx import Graph, Node
+
+from k3rewrite.graph.cost import node_value
+from k3rewrite.graph.provenance import inherit_meta
+from k3rewrite.patterns.match import Match
+from k3rewrite.patterns.pattern import Pattern
+
+
+class Policy(str, Enum):
+    """What a rewrite may do to numbers."""
+
+    EXACT = "exact"
+    """the same operations in the same order: bit-equal"""
+    REASSOCIATES = "reassociates"
+    """the same roundings to narrow dtypes; sums and products inside the compute dtype may associate differently"""
+    CHANGES_ROUNDING = "changes_rounding"
+    """a rounding to a narrow dtype is added or dropped; must be switched on in YAML"""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a match is not rewritten; `node` is the place that decides it."""
+
+    reason: str
+    node: Node | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A function whose graph the rule must rewrite exactly `sites` times; `inputs` makes its arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: Callable[[], tuple[Any, ...]]
+    sites: int = 1
+
+
+@dataclass(frozen=True)
+class CounterExample:
+    """A function that looks like the pattern and must be left alone, for a reason that contains `reason`."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: Callable[[], tuple[Any, ...]]
+    reason: str
+
+
+class Builder:
+    """Makes the nodes of a replacement: values are computed on fake tensors, metadata is inherited."""
+
+    def __init__(self, graph: Graph, before: Node, sources: Sequence[Node], origin: str) -> None:
+        self._graph, self._before, self._sources, self._origin = graph, before, sources, origin
+        self.made: list[Node] = []
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call with its fake value; errors of the op's shape function surface here, before anything is replaced."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        self.made.append(node)
+        node.meta["val"] = target(*node_value(args), **node_value(kwargs))
+        inherit_meta(node, self._sources, self._origin)
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        """Result `index` of a call with several results."""
+        with self._graph.inserting_before(self._before):
+            item = self._graph.call_function(operator.getitem, (node, index))
+        self.made.append(item)
+        item.meta["val"] = node.meta["val"][index]
+        inherit_meta(item, self._sources, self._origin)
+        return item
+
+    def discard(self) -> None:
+        """Take back everything made; the graph is as it was."""
+        for node in reversed(self.made):
+            self._graph.erase_node(node)
+        self.made.clear()
+
+
+class Rule(ABC):
+    """See the module docstring. `reach` bounds how many users away from the anchor the root may lie."""
+
+    name: ClassVar[str]
+    policy: ClassVar[Policy]
+    anchors: ClassVar[frozenset[Any]]
+    pattern: ClassVar[Pattern]
+    reach: ClassVar[int] = 6
+    exposable: ClassVar[frozenset[str]] = frozenset()
+    """names of inner values that may have users outside of the match: the replacement returns them too"""
+
+    def __init__(self) -> None:
+        if not self.examples() or not self.counterexamples():
+            raise TypeError(f"rule {self.name} needs at least one example and one counterexample")
+
+    def is_site(self, node: Node) -> bool:
+        """Narrow the anchors where the target alone says too little (say, pow with one exponent)."""
+        return True
+
+    def check(self, match: Match) -> Refusal | None:
+        """None if the match means what the rule takes it for."""
+        return None
+
+    def policy_of(self, match: Match) -> Policy:
+        """The numerics policy of this very match (a rule's modes may differ)."""
+        return self.policy
+
+    @abstractmethod
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        """New nodes by name: "root" and every name in `exposed`."""
+
+    @abstractmethod
+    def examples(self) -> Sequence[Example]:
+        """Functions that must be rewritten."""
+
+    @abstractmethod
+    def counterexamples(self) -> Sequence[CounterExample]:
+        """Functions that must be left alone, each with the reason that the rule must give."""

@@ -1,0 +1,80 @@
+"""What a pass is: a frozen dataclass whose fields are its YAML options, and one `run`.
+
+@dataclass(frozen=True)
+class PadHeads(Pass):
+    '''Pad the heads of ... (the docstring is the help text)'''
+    name = "pad_heads"
+    requires = frozenset({"lift_mla"})
+    multiple: int = 16
+    def run(self, module, context, report): ...
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch.fx import GraphModule
+
+from k3rewrite.kernel import Kernel
+from k3rewrite.patterns.rewrite import SiteCheck, apply_rule
+from k3rewrite.patterns.rule import Rule
+from k3rewrite.report.schema import PassReport
+from k3rewrite.vocabulary import Op
+
+if TYPE_CHECKING:
+    from k3rewrite.targets import Target
+
+Level = Literal["dynamo", "aten"]
+OnMiss = Literal["reference", "error"]
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may know beside the graph."""
+
+    target: Target
+    ops: Mapping[str, Op]
+    kernels: tuple[Kernel, ...]
+    verify_site: SiteCheck | None = None
+    """runs each built replacement against the nodes that it would replace"""
+    on_miss: OnMiss = "reference"
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """Base of all passes. `requires` are passes that must have run before, `level` is the graph that it works on."""
+
+    name: ClassVar[str]
+    level: ClassVar[Level] = "aten"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """`k3::` ops that may be in the graph after this pass"""
+
+    @abstractmethod
+    def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
+        """Rewrite `module` in place and fill candidates, sites and misses of `report`."""
+
+
+@dataclass(frozen=True)
+class RulePass(Pass):
+    """A pass that applies rules, one after the other."""
+
+    allow_changes_rounding: bool = field(default=False, kw_only=True)
+    """let rules of policy changes_rounding rewrite; without it each of their sites is a miss with that reason"""
+
+    @abstractmethod
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of this pass, in the order in which they are tried."""
+
+    def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
+        for rule in self.rules():
+            apply_rule(
+                rule,
+                module,
+                report,
+                allow_changes_rounding=self.allow_changes_rounding,
+                verify=context.verify_site,
+            )
