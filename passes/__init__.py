@@ -1,0 +1,35 @@
+"""The passes, one file each. A pass's fields are its YAML options, its docstring the help text.
+
+`ALL_PASSES` is what a pipeline may name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from k3rewrite.passes.canonicalise import CanonicalisePass
+from k3rewrite.passes.fuse_attn_res_norm import FuseAttnResNormPass
+from k3rewrite.passes.fuse_block_write import FuseBlockWritePass
+from k3rewrite.passes.lift_attn_res import LiftAttnResPass
+from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNormPass
+from k3rewrite.passes.lift_l2_norm import LiftL2NormPass
+from k3rewrite.passes.lift_mlp import LiftMlpPass
+from k3rewrite.passes.lift_rms_norm import LiftRmsNormPass
+from k3rewrite.passes.lift_route import LiftRoutePass
+from k3rewrite.passes.select import SelectPass
+from k3rewrite.pipeline.pass_base import Pass
+
+ALL_PASSES: tuple[type[Pass], ...] = (
+    CanonicalisePass,
+    LiftRmsNormPass,
+    LiftGatedRmsNormPass,
+    LiftL2NormPass,
+    LiftMlpPass,
+    LiftRoutePass,
+    LiftAttnResPass,
+    FuseAttnResNormPass,
+    FuseBlockWritePass,
+    SelectPass,
+)
+PASSES: Mapping[str, type[Pass]] = MappingProxyType({p.name: p for p in ALL_PASSES})

@@ -3,6 +3,7 @@
     x.float().to(bfloat16)           -> x            (x bf16: widened and narrowed back, exact)
     x.float().double()               -> x.double()   (two widenings are one)
     torch.ops.aten.copy(dst, src)    -> src          (functional copy that changes neither dtype, shape nor stride)
+    x.view(2, 4), x.view(2, 4)       -> one node     (equal views and casts of one value)
 
 Nothing here changes a bit of any result.
 """
@@ -15,8 +16,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
+from k3rewrite.graph.provenance import module_path, source_line
+from k3rewrite.graph.purity import PurityIndex, is_view, writes
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.passes.norm_patterns import widens
 from k3rewrite.patterns import (
@@ -33,7 +37,8 @@ from k3rewrite.patterns import (
     call,
 )
 from k3rewrite.patterns.match import cast_source
-from k3rewrite.pipeline.pass_base import RulePass
+from k3rewrite.pipeline.pass_base import PassContext, RulePass
+from k3rewrite.report.schema import Miss, PassReport, Site
 
 _CAST_TARGETS = OPERATORS["cast"]
 
@@ -104,11 +109,38 @@ def _bf16() -> tuple[Tensor]:
     return (_fp32()[0].bfloat16(),)
 
 
+def merge_equal(graph: Graph, report: PassReport) -> None:
+    """Let equal views and casts of one value be one node. Constants must be equal in type too (1 is not 1.0)."""
+    writers = [n for n in graph.nodes if writes(n)]
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not (node.target in _CAST_TARGETS or is_view(node)):
+            continue
+        key = repr((node.target, map_arg(node.args, id), map_arg(dict(node.kwargs), id)))
+        kept = seen.setdefault(key, node)
+        if kept is node:
+            continue
+        report.candidates += 1
+        where = {"site": node.name, "source": source_line(node), "module": module_path(node)}
+        if any(w < node or any(a.op != "placeholder" for a in writes(w)) for w in writers):
+            if objection := PurityIndex(graph).merge_objection(kept, node):
+                report.missed.append(Miss(reason=objection, **where))
+                continue
+        node.replace_all_uses_with(kept)
+        graph.erase_node(node)
+        report.matched += 1
+        report.sites.append(Site(replaced_by=kept.name, policy=Policy.EXACT.value, **where))
+
+
 @dataclass(frozen=True)
 class CanonicalisePass(RulePass):
-    """Fold casts that lose nothing and copies that change nothing."""
+    """Fold casts that lose nothing and copies that change nothing; make equal views and casts one node."""
 
     name: ClassVar[str] = "canonicalise"
+
+    def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
+        super().run(module, context, report)
+        merge_equal(module.graph, report)
 
     def rules(self) -> tuple[Rule, ...]:
         return (FoldCasts(), FoldCopy())

@@ -84,7 +84,7 @@ class LiftAttnRes(Rule):
                            f"the mix runs in {compute}", match["norm"])  # fmt: skip
         if not widens(values.dtype, compute) or not widens(match["out"], compute):
             return Refusal(f"dtypes {values.dtype} -> {compute} -> {match['out']} of the mix", match.root)
-        depth, rank = values.shape[-2], values.dim()
+        rank = values.dim()
         scores = match.value("anchor")
         if not same_sizes(scores.shape, values.shape[:-1]) or match["softmax_dim"] not in (-1, rank - 2):
             return Refusal(
@@ -101,7 +101,6 @@ class LiftAttnRes(Rule):
                 return Refusal("the batched product is not weights times sources", match["bmm"])
         if _weights(match) is None:
             return Refusal("the score weights are not a norm weight and a projection of the width", match["norm"])
-        del depth
         return None
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
@@ -116,12 +115,12 @@ class LiftAttnRes(Rule):
     def examples(self) -> Sequence[Example]:
         def vendor(p: Tensor, b0: Tensor, b1: Tensor, n: Tensor, w: Tensor) -> Tensor:
             v = torch.stack([b0, b1, p], dim=1).float()
-            s = (_norm(v) * (n.float() * w.float())).sum(-1)
+            s = _norm(v, n.float() * w.float()).sum(-1)
             return (s.softmax(-1).unsqueeze(-1) * v).sum(1).to(p.dtype)
 
         def projected(p: Tensor, b0: Tensor, b1: Tensor, n: Tensor, w: Tensor) -> Tensor:
             v = torch.cat([torch.stack([b0, b1], dim=1), p.unsqueeze(1)], dim=1).float()
-            s = (_norm(v) * n.float()) @ w.float()
+            s = _norm(v, n) @ w.float()
             return (s.softmax(-1).unsqueeze(1) @ v).squeeze(1).to(p.dtype)
 
         return (Example("vendor spelling", vendor, _inputs), Example("matrix products", projected, _inputs))
@@ -129,17 +128,17 @@ class LiftAttnRes(Rule):
     def counterexamples(self) -> Sequence[CounterExample]:
         def over_tokens(p: Tensor, b0: Tensor, b1: Tensor, n: Tensor, w: Tensor) -> Tensor:
             v = torch.stack([b0, b1, p], dim=1).float()
-            s = (_norm(v) * (n.float() * w.float())).sum(-1)
+            s = _norm(v, n.float() * w.float()).sum(-1)
             return (s.softmax(0).unsqueeze(-1) * v).sum(1).to(p.dtype)
 
         def normed_sources(p: Tensor, b0: Tensor, b1: Tensor, n: Tensor, w: Tensor) -> Tensor:
             v = torch.stack([b0, b1, p], dim=1).float()
-            normed = _norm(v) * n.float()
+            normed = _norm(v, n)
             return ((normed * w.float()).sum(-1).softmax(-1).unsqueeze(-1) * normed).sum(1).to(p.dtype)
 
         return (
             CounterExample("softmax over tokens", over_tokens, _inputs, "not over the sources"),
-            CounterExample("the normed sources are summed", normed_sources, _inputs, "expected"),
+            CounterExample("the normed sources are summed", normed_sources, _inputs, "'values' is"),
         )
 
 
@@ -189,8 +188,8 @@ def _weights(match: Match) -> tuple[Node, Node] | None:
     return found[0], found[1]
 
 
-def _norm(v: Tensor) -> Tensor:
-    return torch.ops.k3.rms_norm(v, None, 1e-5, torch.float32, torch.float32, torch.float32)
+def _norm(v: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.k3.rms_norm(v, weight, 1e-5, torch.float32, torch.float32, torch.float32)
 
 
 def _inputs() -> tuple[Tensor, ...]:

@@ -72,7 +72,7 @@ class LiftRoute(Rule):
     policy = Policy.EXACT
     anchors = OPERATORS["topk"]
     pattern = Cast(call("mul", _NORMED, Number("scale")) | _NORMED, "out")
-    exposable = frozenset({"ids"})
+    exposable = frozenset({"ids", "anchor[1]"})
     reach = 7
 
     def check(self, match: Match) -> Refusal | None:
@@ -103,8 +103,7 @@ class LiftRoute(Rule):
             match["compute"], match["out"],
         )  # fmt: skip
         results = {"root": builder.item(node, 0)}
-        if "ids" in exposed:
-            results["ids"] = builder.item(node, 1)
+        results.update({name: builder.item(node, 1) for name in sorted(exposed)})
         return results
 
     def examples(self) -> Sequence[Example]:
@@ -137,7 +136,7 @@ class LiftRoute(Rule):
             return logits.topk(4, dim=-1).indices
 
         return (
-            CounterExample("the bias is in the weights", biased_weights, _inputs, "topk"),
+            CounterExample("the bias is in the weights", biased_weights, _inputs, "found add"),
             CounterExample("ids only", sort_key_only, _inputs, "expected"),
         )
 

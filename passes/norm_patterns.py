@@ -29,7 +29,7 @@ def root(statistic: Pattern) -> Pattern:
 
 
 def inverse_root(statistic: Pattern) -> Pattern:
-    reciprocal = call("reciprocal", root(statistic), name="rstd")
+    reciprocal = call("reciprocal", root(statistic))
     return (
         call("rsqrt", statistic, name="anchor")
         | reciprocal

@@ -86,7 +86,9 @@ def ensure_registered(op: Op) -> Op:
     known, wanted = str(packet.default._schema), str(private.parse_schema(op.qualified_name + op.schema))
     if known != wanted:
         raise ContractError(
-            f"is registered as {known}, not as {wanted}", place=op.qualified_name, remedy="give one of them another name"
+            f"is registered as {known}, not as {wanted}",
+            place=op.qualified_name,
+            remedy="give one of them another name",
         )
     return op
 
@@ -145,7 +147,9 @@ def _derive_schema(
             part = f"Tensor({mark}!){kind[6:]} {rest}"
         derived.append(part)
     if marks:
-        raise UnsupportedError(f"has no parameter {', '.join(map(repr, marks))}", place=place, remedy="check Op.inplace")
+        raise UnsupportedError(
+            f"has no parameter {', '.join(map(repr, marks))}", place=place, remedy="check Op.inplace"
+        )
     remaining = [results[i] for i in kept]
     tail = remaining[0] if len(remaining) == 1 else f"({', '.join(remaining)})"
     return f"({', '.join(derived)}) -> {tail}"
@@ -168,9 +172,7 @@ def _select(results: tuple[Any, ...], kept: Sequence[int]) -> Any:
     return results[kept[0]] if len(kept) == 1 else tuple(results[i] for i in kept)
 
 
-def _reference(
-    op: Op, names: tuple[str, ...], written: Mapping[str, int], kept: tuple[int, ...]
-) -> Callable[..., Any]:
+def _reference(op: Op, names: tuple[str, ...], written: Mapping[str, int], kept: tuple[int, ...]) -> Callable[..., Any]:
     def reference(*args: Any, **kwargs: Any) -> Any:
         results = _as_tuple(op.reference(*args, **kwargs))
         bound = dict(zip(names, args, strict=False)) | kwargs

@@ -43,7 +43,7 @@ class TritonUnit:
     @property
     def symbol(self) -> str:
         """Name of the function that is compiled."""
-        return str(self.function.__name__)
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
 
 
 @dataclass(frozen=True)

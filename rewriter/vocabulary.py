@@ -19,14 +19,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 NAMESPACE = "k3"
+KERNEL_NAMESPACE = "k3_kernels"
+"""namespace of ops that `select` has bound to one kernel of one target"""
 TRAITS = frozenset({"elementwise", "row_independent", "linear_in", "weight_only", "commutative"})
 
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARIES = MappingProxyType({name: torch.library.Library(name, "FRAGMENT") for name in (NAMESPACE, KERNEL_NAMESPACE)})
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,11 @@ class Op:
     fake: Callable[..., Any]
     cost: Callable[..., Cost]
     traits: frozenset[str] = frozenset()
-    inplace: Mapping[str, int] = field(default_factory=dict)
+    inplace: Mapping[str, int] = field(default_factory=dict, hash=False)
     """argument name -> index of the result that may be written into that argument's storage"""
+    namespace: str = NAMESPACE
+    implementations: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+    """dispatch key ("CUDA", which is also ROCm's) -> implementation that stands before the reference there"""
     inplace_reads: Callable[[Mapping[str, Any]], str | None] | None = None
     """Asked before a result takes over an argument of which another argument is a view: None if what is read through
     that view is never what is written, else the reason. It gets parameter name -> fake tensor or scalar; tensors that
@@ -66,12 +72,12 @@ class Op:
 
     @property
     def qualified_name(self) -> str:
-        return f"{NAMESPACE}::{self.name}"
+        return f"{self.namespace}::{self.name}"
 
     @property
     def overload(self) -> torch._ops.OpOverload:
         """The dispatcher's handle, as it appears as a node's target."""
-        return getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        return getattr(getattr(torch.ops, self.namespace), self.name).default
 
     @property
     def source_hash(self) -> str:
@@ -84,9 +90,12 @@ class Op:
 
     def register(self) -> Op:
         """Define the op with the dispatcher. Done once, when `k3rewrite.kernels` is imported."""
-        _LIBRARY.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(self.name, self.reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(self.qualified_name, self.fake, lib=_LIBRARY)
+        library = _LIBRARIES[self.namespace]
+        library.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(self.name, self.reference, "CompositeExplicitAutograd")
+        for key, implementation in self.implementations.items():
+            library.impl(self.name, implementation, key)
+        torch.library.register_fake(self.qualified_name, self.fake, lib=library)
         return self
 
 

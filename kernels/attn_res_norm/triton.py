@@ -84,7 +84,7 @@ def row_sums(terms):
 def score(wide, weight, eps, D: tl.constexpr):
     """One source's score in units of log2(e), for exp2."""
     sums = row_sums((wide * wide, wide * weight))
-    return LOG2_E * sums[1] * tl.rsqrt(sums[0] * (1.0 / D) + eps)
+    return sums[1] * tl.rsqrt(sums[0] * (1.0 / D) + eps) * LOG2_E
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def attn_res_resident(
                 terms = terms + (value * value, value * weight)
             sums = row_sums(terms)
             for i in tl.static_range(16 >> step):
-                scores = scores + (LOG2_E * sums[2 * i + 1] * tl.rsqrt(sums[2 * i] * (1.0 / D) + score_eps),)
+                scores = scores + (sums[2 * i + 1] * tl.rsqrt(sums[2 * i] * (1.0 / D) + score_eps) * LOG2_E,)
 
     largest = scores[0]
     for j in tl.static_range(1, len(scores)):

@@ -153,7 +153,7 @@ def _latent_plan(slots: Tensor, positions: Tensor, dead: Tensor, last: Tensor, m
     return LatentPlan(
         write_slots=slots.unsqueeze(1).masked_fill(dead, 0).flatten(),
         write_positions=positions.masked_fill(dead, 0).flatten(),
-        write_dead=dead.view(-1, 1),
+        write_dead=dead.reshape(-1, 1),
         read_slots=slots,
         unread=(context > last).unsqueeze(2),
         hidden=(context > positions.unsqueeze(2)).unsqueeze(2),

@@ -66,7 +66,7 @@ class KimiK3State(NamedTuple):
 
     def double(self) -> KimiK3State:
         """An fp64 copy with the same values: the state of an fp64 twin."""
-        return KimiK3State(*(tuple(t.double() for t in kind) for kind in self))
+        return KimiK3State(*(tuple(t.to(torch.float64, copy=True) for t in kind) for kind in self))
 
     def mark_static(self) -> KimiK3State:
         """Tell the compiler that these addresses never change, so that a captured graph may use them as they are."""

@@ -76,7 +76,7 @@ def capture(
 
     def compiler(captured: Captured) -> Callable[..., Any]:
         received.append(captured)
-        raise _Received
+        raise _Received("the graph is there")
 
     def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return lower(module, inputs, compiler)
@@ -110,8 +110,8 @@ def run_captured(
         inner = dynamo.inner_exception(error)
         if stop is not None and isinstance(inner, stop):
             return None
-        if isinstance(inner, K3RewriteError):
-            raise inner from error
+        if not isinstance(inner, dynamo.DYNAMO_ERRORS):
+            raise inner from error  # our own error, or a defect of ours: not something about the user's line
         raise dynamo.capture_error(error) from error
     except K3RewriteError as error:
         if stop is not None and isinstance(error, stop):

@@ -21,7 +21,6 @@ from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.vocabulary import NAMESPACE
 
-KERNEL_NAMESPACE = "k3_kernels"
 
 
 @dataclass(frozen=True)

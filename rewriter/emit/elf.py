@@ -9,8 +9,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from k3rewrite.errors import EmitError
-
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
@@ -35,22 +33,20 @@ class Note:
 
 
 def read_sections(content: bytes) -> tuple[Section, ...]:
-    """The sections in file order. `EmitError` if `content` is not a 64-bit little-endian ELF file."""
+    """The sections in file order. `ValueError`, `struct.error` or `IndexError` for what is not such a file."""
     if content[:6] != b"\x7fELF\x02\x01":
-        raise EmitError("not a 64-bit little-endian ELF file", place="compiled object", remedy="emit the kernel again")
-    try:
-        header = _HEADER.unpack_from(content)
-        offset, count, names_index = header[6], header[12], header[13]
-        raw = [_SECTION.unpack_from(content, offset + i * _SECTION.size) for i in range(count)]
-        names = content[raw[names_index][4] : raw[names_index][4] + raw[names_index][5]]
-        return tuple(
-            Section(_text(names, entry[0]), entry[1], entry[5], b"" if entry[1] == _NO_BITS else _slice(content, entry))
-            for entry in raw
-        )
-    except (struct.error, IndexError) as error:
-        raise EmitError(
-            f"a damaged ELF file: {error}", place="compiled object", remedy="emit the kernel again"
-        ) from None
+        raise ValueError("not a 64-bit little-endian ELF file")
+    header = _HEADER.unpack_from(content)
+    offset, count, names_index = header[6], header[12], header[13]
+    segments_end = header[5] + header[9] * header[10]
+    if max(offset + count * _SECTION.size, segments_end) > len(content):
+        raise ValueError("the tables of the file are cut off")
+    raw = [_SECTION.unpack_from(content, offset + i * _SECTION.size) for i in range(count)]
+    names = _slice(content, raw[names_index])
+    return tuple(
+        Section(_text(names, entry[0]), entry[1], entry[5], b"" if entry[1] == _NO_BITS else _slice(content, entry))
+        for entry in raw
+    )
 
 
 def read_notes(sections: tuple[Section, ...]) -> Iterator[Note]:
@@ -77,7 +73,10 @@ def symbol_names(sections: tuple[Section, ...]) -> tuple[str, ...]:
 
 
 def _slice(content: bytes, entry: tuple[int, ...]) -> bytes:
-    return content[entry[4] : entry[4] + entry[5]]
+    start, size = entry[4], entry[5]
+    if start + size > len(content):
+        raise ValueError("a section is cut off")
+    return content[start : start + size]
 
 
 def _text(table: bytes, at: int) -> str:

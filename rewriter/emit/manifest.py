@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3rewrite.emit.files import write_files
 from k3rewrite.emit.unit import EmittedKernel
-from k3rewrite.errors import ConfigError, EmitError
+from k3rewrite.errors import ConfigError
 from k3rewrite.targets.target import Target
 from k3rewrite.typed import Misfit, fit
 
@@ -120,7 +120,7 @@ def write_manifest(
         "arch": target.arch,
         "kernels": [dataclasses.asdict(entry) for entry in ordered],
     }
-    _write(folder, json.dumps(content, indent=2) + "\n")
+    write_files(folder, {FILE_NAME: (json.dumps(content, indent=2) + "\n").encode()}, keep=False)
     return ordered
 
 
@@ -139,16 +139,3 @@ def read_manifest(path: Path) -> tuple[ManifestEntry, ...]:
         return fit(content.get("kernels"), tuple[ManifestEntry, ...])  # type: ignore[no-any-return]
     except Misfit as misfit:
         raise ConfigError(f"kernels{misfit}", place=str(path), remedy="emit the kernels again") from None
-
-
-def _write(folder: Path, text: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".manifest-", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, folder / FILE_NAME)
-    except OSError as error:
-        raise EmitError(
-            f"cannot write: {error}", place=str(folder), remedy="give a folder that can be written"
-        ) from None

@@ -9,6 +9,7 @@ that there are none of either.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,15 +51,23 @@ def read_resources(content: bytes, target: Target, symbol: str, *, threads: int 
     `threads` of a workgroup is taken from the object where it is 0; `dynamic_lds` is the LDS that a launch asks for
     beside what the object declares. `EmitError` if the object is damaged or has no such kernel.
     """
-    sections = read_sections(content)
-    if target.vendor == "amd":
-        raw = _amd(sections, symbol)
-    elif target.vendor == "nvidia":
-        raw = _nvidia(sections, symbol, target)
-    else:
-        raise UnsupportedError("objects are for GPUs", place=f"target {target.name}", remedy="name a GPU target")
+    if not target.is_gpu:
+        raise UnsupportedError("the CPU has no objects", place=f"target {target.name}", remedy="name a GPU target")
+    try:
+        sections = read_sections(content)
+        raw = _amd(sections, symbol) if target.vendor == "amd" else _nvidia(sections, symbol, target)
+    except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
+        raise EmitError(
+            f"a damaged object: {error}", place=f"kernel {symbol}", remedy="emit the kernel again"
+        ) from None
     threads = threads or raw.threads
     lds = raw.lds + dynamic_lds
+    if threads < 1 or min(dataclasses.astuple(raw)) < 0:
+        raise EmitError(
+            "the object does not say how many threads a workgroup has",
+            place=f"kernel {symbol}",
+            remedy="declare the kernel with K3_KERNEL(threads)",
+        )
     return Resources(
         registers=raw.registers,
         agprs=raw.agprs,

@@ -109,10 +109,10 @@ class _Closure:
         self._owners: dict[str, Any] = {}
 
     def add(self, function: Any) -> None:
-        name = function.__name__
+        text, name = _function_text(function), function.__name__
         if not self._claim(name, function):
             return
-        text, scope = _function_text(function), _scope(function)
+        scope = _scope(function)
         for used in sorted(_free_names(text) - {name}):
             if used in scope:
                 self._add_value(used, scope[used], place=f"kernel {name}")

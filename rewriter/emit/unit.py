@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from k3rewrite.emit.compiler import Compiled, Missing, defines_text, find_compiler, place_of
+from k3rewrite.emit.files import write_files
 from k3rewrite.emit.resources import Resources, read_resources
 from k3rewrite.emit.source import is_triton_function, triton_source, unit_source, unit_source_hash
 from k3rewrite.errors import EmitError
@@ -86,7 +85,7 @@ def emit_unit(unit: Unit, target: Target, folder: Path, stem: str, provenance: P
     name = unit_name(unit, target, stem, identity)
     header = _header(unit, target, provenance, source_hash, identity)
     source = folder / (name + _SOURCE_SUFFIX[unit.language])
-    files = {source: (_commented(header, "#" if unit.language == "triton" else "//") + text).encode()}
+    files = {source.name: (_commented(header, "#" if unit.language == "triton" else "//") + text).encode()}
     assembly: Path | None = None
     binary: Path | None = None
     resources: Resources | None = None
@@ -98,8 +97,9 @@ def emit_unit(unit: Unit, target: Target, folder: Path, stem: str, provenance: P
         resources = _fitting_resources(compiled, unit, target)
         assembly, binary = (folder / (name + suffix) for suffix in _SUFFIXES[target.vendor])
         comment = ";" if target.vendor == "amd" else "//"
-        files |= {assembly: (_commented(header, comment) + compiled.assembly).encode(), binary: compiled.object}
-    _write(folder, files)
+        files[assembly.name] = (_commented(header, comment) + compiled.assembly).encode()
+        files[binary.name] = compiled.object
+    write_files(folder, files, keep=True)
     return EmittedKernel(
         name=name,
         symbol=unit.symbol,
@@ -180,22 +180,3 @@ def _header(unit: Unit, target: Target, provenance: Provenance, source_hash: str
 def _commented(lines: Sequence[str], comment: str) -> str:
     text = [part for line in lines for part in line.splitlines()]
     return "".join(f"{comment} {line}\n" for line in text) + "\n"
-
-
-def _write(folder: Path, files: Mapping[Path, bytes]) -> None:
-    """All files or none. Each is written elsewhere first and moved into place; one that is there is kept.
-
-    A name holds the hash of what it was made from, so a file of that name has the same content.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as name:
-            staged = {path: Path(name) / path.name for path in files if not path.exists()}
-            for path, temporary in staged.items():
-                temporary.write_bytes(files[path])
-            for path, temporary in staged.items():
-                os.replace(temporary, path)
-    except OSError as error:
-        raise EmitError(
-            f"cannot write: {error}", place=str(folder), remedy="give a folder that can be written"
-        ) from None

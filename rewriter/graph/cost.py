@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from k3rewrite.vocabulary import Cost, tensor_bytes
+from k3rewrite.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Cost, tensor_bytes
 
 FREE = Cost(0, 0, 0)
 
@@ -31,8 +31,8 @@ def node_cost(node: Node, op_cost: Callable[[str], Callable[..., Cost] | None] |
         return FREE
     if not isinstance(target, torch._ops.OpOverload):
         return FREE
-    if op_cost is not None and target.namespace == "k3":
-        own = op_cost(target._opname)
+    if op_cost is not None and target.namespace in (NAMESPACE, KERNEL_NAMESPACE):
+        own = op_cost(target._opname.split("__")[0])
         if own is not None:
             return own(*node_value(node.args), **node_value(node.kwargs))
     if is_view(target):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from k3rewrite.graph.provenance import module_path, source_line
+from k3rewrite.graph.provenance import UNKNOWN_SOURCE, module_path, source_line
 from k3rewrite.graph.purity import PurityIndex, effect, is_view, writes
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.patterns.match import Match, describe, match_site
@@ -69,17 +69,23 @@ def apply_rule(
                 report.matched += 1
                 report.sites.append(Site(replaced_by=replaced_by.name, policy=policy, **where))
                 break
-            place = source_line(outcome.node) if outcome.node is not None else where["source"]
+            place = _place_of(outcome.node, where["source"])
             objections.append(Miss(reason=outcome.reason, **{**where, "source": place}))
         else:
             if objections:
                 report.missed.append(objections[0])
             else:
-                place = source_line(attempt.node) if attempt.node is not None else where["source"]
+                place = _place_of(attempt.node, where["source"])
                 report.missed.append(
                     Miss(reason=attempt.reason, expected=attempt.expected, found=attempt.found,
                          **{**where, "source": place})
                 )  # fmt: skip
+
+
+def _place_of(node: Node | None, fallback: str) -> str:
+    """The line of the deciding node; an input of the graph has none, then that of the site."""
+    line = source_line(node) if node is not None else UNKNOWN_SOURCE
+    return fallback if line == UNKNOWN_SOURCE else line
 
 
 def _candidates(rule: Rule, graph: Graph) -> Iterator[Node]:
@@ -134,9 +140,15 @@ def _exposed(rule: Rule, match: Match) -> dict[str, Node] | Refusal:
             exposed[name] = node
         elif len(items) == len(outside) and items.keys() <= rule.exposable:
             exposed.update(items)
-        elif node.target not in OPERATORS["cast"] and not is_view(node):
+        elif not _is_cheap(node, match):
             return Refusal(f"the inner value {describe(node)} is also used by {describe(outside[0])}", node)
     return exposed
+
+
+def _is_cheap(node: Node, match: Match) -> bool:
+    """A cast or view of the match's inputs: it may stay for its other users without keeping the rest alive."""
+    plain = node.target in OPERATORS["cast"] or (is_view(node) and node.target is not operator.getitem)
+    return plain and all(_is_cheap(i, match) for i in node.all_input_nodes if i in match.nodes)
 
 
 def _place(old: Mapping[str, Node], match: Match, ordered: Sequence[Node]) -> Node | Refusal:

@@ -1,9 +1,15 @@
-"""What is written after a pass: the graph as text and picture into the run folder, and into PyTorch's structured trace.
+"""What is written after each pass: the graph as text and picture into the run folder, and into PyTorch's trace.
+
+    dumper = Dumper(folder, config.dump, captured.module)
+    run_pipeline(..., after_pass=dumper)        ->   graphs/00-captured.txt, graphs/01-canonicalise.txt, ...
 
 `tlparse` shows the trace (`TORCH_TRACE=folder`); an artifact costs nothing while no trace is being written.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -15,28 +21,48 @@ from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import PassReport, RunReport
 from k3rewrite.report.table import human_bytes
 
+CAPTURED = "captured"
 
-def dump_pass(folder: RunFolder | None, dump: Dump, index: int, module: GraphModule, entry: PassReport) -> None:
-    """Write `graphs/NN-<pass>.<format>` as the pipeline's `dump` asks, and the text as a trace artifact.
 
-    `folder` is None where a run leaves nothing on disk. `index` is the place of the pass in the pipeline, from 1; 0 is
-    the captured graph. A pass that was skipped writes nothing.
+class Dumper:
+    """Called after each pass with its index from 0, the graph and its report; marks what is new since the call before.
+
+    `folder` is None where a run leaves nothing on disk. `dump` says which formats are written after which passes; the
+    graph before the first pass is written if all passes are. A node is new if its name or its target was not there.
     """
-    if entry.skipped:
-        return
-    title = f"{index:02d} {entry.name}"
 
-    def text() -> str:
-        return graph_text(module, title=title, made_by=entry.name)
+    def __init__(self, folder: RunFolder | None, dump: Dump, module: GraphModule) -> None:
+        self._folder, self._dump = folder, dump
+        self._before = _targets(module)
+        if dump.passes == "all":
+            self._write(0, CAPTURED, f"{len(module.graph.nodes)} nodes", module, None)
 
-    trace_structured_text(f"k3rewrite_{index:02d}_{entry.name}", text)
-    if folder is None or not dump.wants(entry.name):
-        return
-    if "txt" in dump.formats:
-        folder.write_graph(index, entry.name, "txt", text())
-    if "svg" in dump.formats:
-        picture = graph_svg(module, title=title, subtitle=_subtitle(entry), made_by=entry.name)
-        folder.write_graph(index, entry.name, "svg", picture)
+    def __call__(self, index: int, module: GraphModule, entry: PassReport) -> None:
+        after = _targets(module)
+        new = {name for name, target in after.items() if self._before.get(name, _ABSENT) is not target}
+        self._before = after
+        self._write(index + 1, entry.name, _subtitle(entry), module, new)
+
+    def _write(self, number: int, name: str, subtitle: str, module: GraphModule, new: set[str] | None) -> None:
+        title = f"{number:02d} {name}"
+
+        def text() -> str:
+            return graph_text(module, title=title, new=new or frozenset())
+
+        trace_structured_text(f"k3rewrite_{number:02d}_{name}", text)
+        if self._folder is None or (name != CAPTURED and not self._dump.wants(name)):
+            return
+        if "txt" in self._dump.formats:
+            self._folder.write_graph(number, name, "txt", text())
+        if "svg" in self._dump.formats:
+            self._folder.write_graph(number, name, "svg", graph_svg(module, title=title, subtitle=subtitle, new=new))
+
+
+_ABSENT = object()
+
+
+def _targets(module: GraphModule) -> Mapping[str, Any]:
+    return {node.name: node.target for node in module.graph.nodes}
 
 
 def trace_report(report: RunReport) -> None:

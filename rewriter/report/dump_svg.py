@@ -9,7 +9,7 @@ needed: every size is computed from the text (a fixed-width font).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from html import escape
 from typing import Protocol
@@ -35,12 +35,12 @@ STYLE = """
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def graph_svg(module: GraphModule, *, title: str, subtitle: str = "", made_by: str | None = None) -> str:
-    """The picture as one SVG text. `made_by` is the pass whose nodes are highlighted."""
-    blocks = blocks_of(module.graph, made_by)
+def graph_svg(module: GraphModule, *, title: str, subtitle: str = "", new: Set[str] | None = None) -> str:
+    """The picture as one SVG text. `new` are the names of the nodes that the pass made; they are highlighted."""
+    blocks = blocks_of(module.graph, new or frozenset())
     column = _Column([_figure(item) for item in fold(blocks)], arrows=True)
     made = sum(line.count for block in blocks for s in block.segments for line in s.lines.values() if line.changed)
-    legend = f"+ {made} nodes made by this pass" if made_by is not None else ""
+    legend = f"+ {made} nodes made by this pass" if new is not None else ""
     heads = [(title, "head"), (subtitle, "dim"), (legend, "new")]
     width = max(
         [column.w + 2 * PAD, *(len(text) * (9.2 if kind == "head" else CHAR) + 2 * PAD for text, kind in heads)]

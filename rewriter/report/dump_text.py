@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from k3rewrite.graph.provenance import module_path, source_line
 
-MADE_BY = "k3_made_by"
 _DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -33,23 +32,23 @@ _DTYPES = {
 _NAME_WIDTH, _TYPE_WIDTH, _CALL_WIDTH = 24, 32, 64
 
 
-def graph_text(module: GraphModule, *, title: str = "", made_by: str | None = None) -> str:
-    """The whole graph, nested graphs (of higher-order ops) below it. `made_by` is the pass whose nodes are marked."""
+def graph_text(module: GraphModule, *, title: str = "", new: Set[str] = frozenset()) -> str:
+    """The whole graph, nested graphs (of higher-order ops) below it. `new` are the names of the nodes to mark."""
     devices = sorted({str(v.device) for node in module.graph.nodes for v in _tensors(node.meta.get("val"))})
     count = len(module.graph.nodes)
     heading = f"# {title}\n" if title else ""
     heading += f"# {count} nodes on {', '.join(devices) or 'no device'}\n"
-    return heading + "\n".join(_lines(module, made_by, several_devices=len(devices) > 1)) + "\n"
+    return heading + "\n".join(_lines(module, new, several_devices=len(devices) > 1)) + "\n"
 
 
-def _lines(module: GraphModule, made_by: str | None, several_devices: bool) -> Iterator[str]:
+def _lines(module: GraphModule, new: Set[str], several_devices: bool) -> Iterator[str]:
     last: str | None = None
     for node in module.graph.nodes:
         path = module_path(node) if node.op not in ("placeholder", "output") else f"<{node.op}>"
         if path != last:
             yield f"\n# {path or '<outside of modules>'}"
             last = path
-        mark = "+" if made_by is not None and node.meta.get(MADE_BY) == made_by else " "
+        mark = "+" if node.name in new else " "
         value = describe_value(node.meta.get("val"), with_device=several_devices)
         line = f"{mark} {node.name:{_NAME_WIDTH}} {value:{_TYPE_WIDTH}} {call_text(node):{_CALL_WIDTH}}"
         source = "" if node.op in ("placeholder", "output") else f" # {source_line(node)}"
@@ -58,7 +57,7 @@ def _lines(module: GraphModule, made_by: str | None, several_devices: bool) -> I
         inner = getattr(module, node.target, None) if node.op == "get_attr" and "." not in str(node.target) else None
         if isinstance(inner, GraphModule):
             yield f"\n# graph {node.target} ({len(inner.graph.nodes)} nodes)"
-            yield from (f"  {line}" if line else "" for line in _lines(inner, made_by, several_devices))
+            yield from (f"  {line}" if line else "" for line in _lines(inner, frozenset(), several_devices))
 
 
 def target_name(node: Node) -> str:
@@ -121,8 +120,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _tensors(entry)
-
-
-def count_calls(graph: Graph) -> int:
-    """Nodes that compute something: neither inputs nor outputs."""
-    return sum(node.op not in ("placeholder", "output", "get_attr") for node in graph.nodes)

@@ -9,13 +9,13 @@ are runs of nodes of one child module, so that every edge between segments goes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
 from k3rewrite.graph.provenance import module_path, source_line
-from k3rewrite.report.dump_text import MADE_BY, target_name
+from k3rewrite.report.dump_text import target_name
 
 MAX_PERIOD = 16
 OUTSIDE = "outside of modules"
@@ -72,8 +72,11 @@ class Repeat:
     last: str
 
 
-def blocks_of(graph: Graph, made_by: str | None = None) -> list[Block]:
-    """The blocks of a graph in execution order; inputs, attributes and the output are left out."""
+def blocks_of(graph: Graph, new: Set[str] = frozenset()) -> list[Block]:
+    """The blocks of a graph in execution order; inputs, attributes and the output are left out.
+
+    `new` are the names of the nodes that are marked as changed.
+    """
     blocks: list[Block] = []
     place: dict[Node, tuple[Block, int]] = {}
     for node in graph.nodes:
@@ -86,7 +89,7 @@ def blocks_of(graph: Graph, made_by: str | None = None) -> list[Block]:
         if not block.segments or block.segments[-1].path != child:
             block.segments.append(Segment(child))
         at = len(block.segments) - 1
-        block.segments[at].add(node, made_by is not None and node.meta.get(MADE_BY) == made_by)
+        block.segments[at].add(node, node.name in new)
         place[node] = (block, at)
         for source in node.all_input_nodes:
             home = place.get(source)

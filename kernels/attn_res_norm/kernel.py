@@ -1,0 +1,140 @@
+"""The kernels of the AttnRes ops as `select` and the emitter see them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.kernel import Kernel, TritonUnit
+from k3rewrite.kernels.attn_res_norm import hip_kernel
+from k3rewrite.kernels.attn_res_norm.accept import call_parts, objection, source_count, target_objection
+from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES, Schedule, padded, schedule_for, schedules_of
+from k3rewrite.targets import Target
+from k3rewrite.vocabulary import Op, static_numel
+
+_FOLDER = Path(__file__).parent
+_NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+LAUNCH_FLOOR_US = 3.0
+"""what a launch costs however little it moves: measured on an H200 with one row, inside a CUDA graph"""
+
+
+def kernels_of(op: Op, run: Callable[..., Any]) -> tuple[Kernel, Kernel]:
+    """The Triton and the HIP kernel of one of the four ops; `run` is its function in launch.py."""
+
+    def cost_us(arguments: Mapping[str, Any], target: Target) -> float:
+        return LAUNCH_FLOOR_US + op.cost(**arguments).bytes / target.read_bandwidth * 1e6
+
+    triton = Kernel(
+        name=f"{op.name}.triton",
+        op=op.name,
+        language="triton",
+        accepts=_accepts,
+        launch=run,
+        units=_units,
+        cost_us=cost_us,
+        sources=tuple(_FOLDER / name for name in ("triton.py", "schedule.py", "launch.py")),
+    )
+    hip = Kernel(
+        name=f"{op.name}.hip",
+        op=op.name,
+        language="hip",
+        accepts=hip_kernel.accepts,
+        launch=functools.partial(run, mix=hip_kernel.mix_rows),
+        units=hip_kernel.units,
+        cost_us=cost_us,
+        sources=(hip_kernel.PATH, _FOLDER.parent / "portability.h", _FOLDER / "hip_kernel.py", _FOLDER / "launch.py"),
+    )
+    return triton, hip
+
+
+def _accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return target_objection(target) or objection(arguments)
+
+
+def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
+    """One unit for each schedule that the call can get: one for a known number of rows, else all of the table."""
+    prefix, blocks = call_parts(arguments)
+    count = source_count(prefix, blocks)
+    assert count is not None, "accepts has refused a symbolic number of sources"
+    call = (count, prefix.shape[-1], prefix.element_size())
+    if all(isinstance(size, int) for size in prefix.shape):
+        schedules: Sequence[Schedule] = [schedule_for(target.arch, static_numel(prefix) // call[1], *call)]
+    else:
+        schedules = schedules_of(target.arch, *call)
+    return [_unit(arguments, target, schedule, count - 1) for schedule in schedules]
+
+
+def _unit(arguments: Mapping[str, Any], target: Target, schedule: Schedule, blocks: int) -> TritonUnit:
+    from k3rewrite.kernels.attn_res_norm import triton as kernels
+
+    prefix, _ = call_parts(arguments)
+    columns, delta = prefix.shape[-1], arguments.get("delta")
+    stored = delta is not None or "bank" in arguments
+    normed = "norm_weight" in arguments
+    nvidia = target.vendor == "nvidia"
+    pointers: dict[str, Tensor | torch.dtype | None] = {
+        "prefix": prefix,
+        "delta": delta,
+        "new_prefix_ptr": prefix.dtype if stored else None,
+        "score_norm": arguments["score_norm"],
+        "score_proj": arguments["score_proj"],
+        "norm_weight": arguments.get("norm_weight"),
+        "out": arguments["out_dtype"],
+    }
+    strides: dict[str, bool] = {
+        "prefix_stride": True,
+        "delta_stride": delta is not None,
+        "new_prefix_stride": stored,
+        "out_stride": True,
+    }
+    for i in range(MAX_SOURCES - 1):
+        pointers[f"b{i}"] = prefix.dtype if i < blocks else None
+        strides[f"r{i}"] = i < blocks
+    constants: dict[str, Any] = {
+        "BLOCKS": blocks,
+        "D": columns,
+        "BLOCK": padded(columns),
+        "DELTA": delta is not None,
+        "STORE": stored,
+        "NORM": normed,
+        "MIX": _NUMBERS[arguments.get("mix_dtype", torch.float32)],
+        "SCALE": _NUMBERS[arguments.get("scale_dtype", torch.float32)],
+        "PDL": schedule.dependent_launch and nvidia,
+    }
+    if not schedule.resident:
+        constants["STAGES"] = schedule.stages
+    signature = {"rows": "i32", "score_eps": "fp32", "norm_eps": "fp32"}
+    aligned = set()
+    for name, value in pointers.items():
+        if value is None:
+            constants[name] = None
+            continue
+        signature[name] = "*" + _NUMBERS[value if isinstance(value, torch.dtype) else value.dtype]
+        aligned.add(name)
+    for name, present in strides.items():
+        if not present:
+            constants[name] = None
+            continue
+        signature[name] = "i32"
+        if columns % 16 == 0:
+            aligned.add(name)
+    signature |= {name: "constexpr" for name in constants}
+    options: dict[str, Any] = {"maxnreg": schedule.max_registers} if schedule.max_registers and nvidia else {}
+    return TritonUnit(
+        function=kernels.attn_res_resident if schedule.resident else kernels.attn_res_streamed,
+        signature=signature,
+        constants=constants,
+        aligned=frozenset(aligned),
+        num_warps=schedule.num_warps,
+        num_stages=1,
+        options=options | ({"launch_pdl": True} if constants["PDL"] else {}),
+    )

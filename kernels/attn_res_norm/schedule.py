@@ -1,0 +1,90 @@
+"""Which schedule a call gets: a small table for each architecture, looked up with the real number of rows.
+
+The choice is made inside the launch, at run time, so that one compiled graph serves every batch size. Nothing is tuned
+at run time: the entries come from a sweep (`bench/attn_res_norm.py --sweep`), or are marked as unmeasured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_SOURCES = 16
+MAX_COLUMNS = 16384
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one launch of `triton.py` is laid out."""
+
+    resident: bool
+    """all sources in registers; else streamed"""
+    num_warps: int
+    stages: int = 1
+    """streamed: loads that run ahead, plus one"""
+    programs_per_cu: int = 0
+    """streamed: programs of a compute unit, each looping over rows; 0: one program a row"""
+    max_registers: int = 0
+    """NVIDIA: upper bound of registers a thread; 0: none"""
+    dependent_launch: bool = False
+    """NVIDIA, sm_90 and later: programmatic dependent launch (the launch overlaps the end of the kernel before it)"""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """`schedule` for at most `rows` rows, if all sources of a row take at most `row_bytes` bytes; 0: any."""
+
+    rows: int
+    row_bytes: int
+    schedule: Schedule
+
+
+def _tables() -> dict[str, tuple[_Row, ...]]:
+    hopper = (
+        _Row(128, 147456, Schedule(resident=True, num_warps=16, dependent_launch=True)),
+        _Row(0, 0, Schedule(resident=False, num_warps=8, stages=3, dependent_launch=True)),
+    )
+    # AMD: not measured. Registers and LDS fit without spills; few rows resident, as on NVIDIA.
+    cdna = (
+        _Row(256, 147456, Schedule(resident=True, num_warps=8)),
+        _Row(0, 0, Schedule(resident=False, num_warps=4, stages=2)),
+    )
+    return {"sm_90": hopper, "sm_100": hopper, "gfx950": cdna, "gfx942": cdna}
+
+
+_TABLES = _tables()
+_ANY = (_Row(0, 0, Schedule(resident=False, num_warps=8, stages=2)),)
+
+
+def schedule_for(arch: str, rows: int, sources: int, columns: int, itemsize: int) -> Schedule:
+    """The schedule of a call with `rows` rows of `sources` sources of `columns` elements of `itemsize` bytes."""
+    row_bytes = sources * padded(columns) * itemsize
+    for entry in _TABLES.get(arch, _ANY):
+        if (not entry.rows or rows <= entry.rows) and (not entry.row_bytes or row_bytes <= entry.row_bytes):
+            return _narrowed(entry.schedule, columns)
+    raise AssertionError("the last entry of a table takes every call")
+
+
+def schedules_of(arch: str, sources: int, columns: int, itemsize: int) -> tuple[Schedule, ...]:
+    """Every schedule that some number of rows gets, without repetition: what to compile for a symbolic batch."""
+    ends = sorted({entry.rows for entry in _TABLES.get(arch, _ANY) if entry.rows})
+    rows = [*ends, (ends[-1] if ends else 0) + 1]
+    return tuple(dict.fromkeys(schedule_for(arch, count, sources, columns, itemsize) for count in rows))
+
+
+def padded(columns: int) -> int:
+    """The next power of two: the width of a Triton block that holds a row."""
+    return 1 << max(0, columns - 1).bit_length()
+
+
+def _narrowed(schedule: Schedule, columns: int) -> Schedule:
+    """Fewer warps for a row too short to give each lane eight elements."""
+    fitting = max(1, padded(columns) // 256)
+    if fitting >= schedule.num_warps:
+        return schedule
+    return Schedule(
+        resident=schedule.resident,
+        num_warps=fitting,
+        stages=schedule.stages,
+        programs_per_cu=schedule.programs_per_cu,
+        dependent_launch=schedule.dependent_launch,
+    )

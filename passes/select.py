@@ -1,0 +1,80 @@
+"""Bind each `k3::` op to the best kernel of the target, or say why it is left to its reference.
+
+    h = k3::attn_res_norm(...)      -> h = k3_kernels::attn_res_norm__triton_mi355x_3f...(...)
+    y = k3::mlp(...)                -> unchanged, reason: "no kernel of k3::mlp in this project"
+
+Among the kernels that take the call, the one with the smallest estimate for the target wins; the objections of the
+others and the estimates are in the reason. What is left is expanded to its reference when the graph is finalised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from k3rewrite.binding import KERNEL_KEY, REASON_KEY, bind
+from k3rewrite.errors import UnsupportedError
+from k3rewrite.graph.arguments import bound_arguments
+from k3rewrite.graph.cost import node_value
+from k3rewrite.graph.provenance import module_path, source_line
+from k3rewrite.kernel import Kernel
+from k3rewrite.pipeline.pass_base import Pass, PassContext
+from k3rewrite.report.schema import Miss, PassReport, Site
+from k3rewrite.vocabulary import NAMESPACE
+
+
+@dataclass(frozen=True)
+class SelectPass(Pass):
+    """Bind each k3:: op to the kernel of the target with the smallest estimated time."""
+
+    name: ClassVar[str] = "select"
+
+    def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
+        for node in list(module.graph.nodes):
+            target = node.target
+            if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+                continue
+            report.candidates += 1
+            where = {"site": node.name, "source": source_line(node), "module": module_path(node)}
+            kernel, reason = choose(node, target._opname, context)
+            if kernel is None:
+                if context.on_miss == "error":
+                    raise UnsupportedError(
+                        f"no kernel for k3::{target._opname}: {reason}",
+                        place=f"{node.name} ({where['source']})",
+                        remedy="set 'on_miss: reference', or change what the reason names",
+                    )
+                node.meta[REASON_KEY] = reason
+                report.missed.append(Miss(reason=reason, **where))
+                continue
+            op, binding = bind(context.ops[target._opname], kernel, context.target)
+            node.target = op.overload
+            node.meta[KERNEL_KEY] = binding
+            node.meta[REASON_KEY] = reason
+            report.matched += 1
+            report.sites.append(Site(replaced_by=f"{op.name}: {reason}", policy="exact", **where))
+
+
+def choose(node: Node, op_name: str, context: PassContext) -> tuple[Kernel | None, str]:
+    """The kernel for a node and why, or None and the objections of all kernels of the op."""
+    kernels = [k for k in context.kernels if k.op == op_name]
+    if not kernels:
+        return None, f"no kernel of k3::{op_name} in this project: left to its reference"
+    if not context.target.is_gpu:
+        return None, f"target {context.target.name} runs the reference"
+    arguments: dict[str, Any] = {name: node_value(value) for name, value in bound_arguments(node).items()}
+    objections, accepting = [], []
+    for kernel in kernels:
+        objection = kernel.accepts(arguments, context.target)
+        if objection is None:
+            accepting.append((kernel.cost_us(arguments, context.target), kernel))
+        else:
+            objections.append(f"{kernel.name}: {objection}")
+    if not accepting:
+        return None, "; ".join(objections)
+    estimate, best = min(accepting, key=lambda pair: pair[0])
+    others = [f"{k.name} {us:.2f} us" for us, k in accepting if k is not best] + objections
+    return best, f"{best.name} {estimate:.2f} us" + (f" (others: {'; '.join(others)})" if others else "")

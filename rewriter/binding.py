@@ -1,0 +1,49 @@
+"""Binding an op to one kernel of one target, under a name that holds the content hash of both.
+
+    k3::add_attn_res_norm  +  triton kernel  +  h200   ->   k3_kernels::add_attn_res_norm__triton_h200_1f0c...
+
+The bound op computes the same function: the kernel where the device is a GPU, the reference on a CPU (so that a graph
+for a GPU that is not there still runs, and says so). Compiler caches key custom ops by name only, hence the hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+from k3rewrite.kernel import Kernel
+from k3rewrite.targets import Target
+from k3rewrite.vocabulary import KERNEL_NAMESPACE, Op
+
+KERNEL_KEY = "k3_kernel"
+"""node.meta key of the `Binding` of a bound node"""
+REASON_KEY = "k3_reason"
+"""node.meta key: why a `k3::` node has no kernel"""
+
+
+class Binding:
+    """What a bound node runs: the op of the vocabulary, the kernel, the target, and the bound op's name."""
+
+    def __init__(self, op: Op, kernel: Kernel, target: Target) -> None:
+        self.op, self.kernel, self.target = op, kernel, target
+        digest = hashlib.sha256(f"{op.source_hash}{kernel.source_hash}{target.name}{target.arch}".encode()).hexdigest()
+        self.source_hash = digest[:12]
+        self.name = f"{op.name}__{kernel.language}_{target.name}_{self.source_hash}"
+
+
+@lru_cache(maxsize=None)
+def bind(op: Op, kernel: Kernel, target: Target) -> tuple[Op, Binding]:
+    """The bound op, registered with the dispatcher, and its description. The same three give the same op."""
+    binding = Binding(op, kernel, target)
+    bound = Op(
+        name=binding.name,
+        schema=op.schema,
+        reference=op.reference,
+        fake=op.fake,
+        cost=op.cost,
+        traits=op.traits,
+        inplace=op.inplace,
+        namespace=KERNEL_NAMESPACE,
+        implementations={"CUDA": kernel.launch},
+    )
+    return bound.register(), binding

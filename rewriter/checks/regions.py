@@ -1,0 +1,106 @@
+"""Region check: run the nodes of a match and the nodes that would replace them on the same random inputs.
+
+    old(x), new(x), old in fp64(x)   ->   a Refusal (recorded as a miss) if error(new) > 1.5 * error(old) + floor
+
+On refusal both outputs and the inputs are saved where a folder is given, so that the difference can be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from k3rewrite.checks.errors import acceptable, relative_error
+from k3rewrite.checks.precise import DecisionInterpreter
+from k3rewrite.patterns.rewrite import Rewrite, SiteCheck
+from k3rewrite.patterns.rule import Refusal
+
+
+def region_check(seed: int = 0, folder: Path | None = None) -> SiteCheck:
+    """A check of one built rewrite against the nodes that it replaces; random inputs come from `seed`."""
+
+    def check(rewrite: Rewrite) -> Refusal | None:
+        old = sorted(rewrite.match.nodes | set(rewrite.old.values()))
+        inputs = _inputs_of([*old, *rewrite.made], rewrite.new.values())
+        values = [random_value(n.meta["val"], seed + i) for i, n in enumerate(inputs)]
+        names = list(rewrite.old)
+        before = _region(old, inputs, [rewrite.old[n] for n in names])
+        after = _region(list(rewrite.made), inputs, [rewrite.new[n] for n in names])
+        runs = [DecisionInterpreter(before, wide=False), DecisionInterpreter(after, wide=False)]
+        old_values, new_values = (run.run_on([_copy(v) for v in values]) for run in runs)
+        exact_values = DecisionInterpreter(before, wide=True, forced=runs[0].routes.ids).run_on(values)
+        for name, a, b, exact in zip(names, old_values, new_values, exact_values, strict=True):
+            reason = compare(name, a, b, exact)
+            if reason:
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    torch.save(
+                        {"inputs": values, "old": old_values, "new": new_values, "exact": exact_values},
+                        folder / f"{rewrite.rule.name}-{rewrite.old['root'].name}.pt",
+                    )
+                return Refusal(f"verification: {reason}", rewrite.old["root"])
+        return None
+
+    return check
+
+
+def compare(name: str, old: Any, new: Any, exact: Any) -> str | None:
+    """What is wrong with `new`, or None."""
+    if not isinstance(old, Tensor):
+        return None if old == new else f"output '{name}': {old} became {new}"
+    if not old.dtype.is_floating_point:
+        return None if torch.equal(old, new) else f"output '{name}': integer results differ"
+    error_old, error_new = relative_error(old, exact), relative_error(new, exact)
+    if acceptable(error_new, error_old, new.dtype):
+        return None
+    return f"output '{name}': error {error_new:.3e} against fp64, the original has {error_old:.3e}"
+
+
+def random_value(fake: Any, seed: int) -> Any:
+    """A random value of the metadata of a fake one: normal for floating dtypes, 0 or 1 for integers, strides kept."""
+    if not isinstance(fake, Tensor):
+        return int(fake) if isinstance(fake, torch.SymInt) else fake
+    generator = torch.Generator().manual_seed(seed)
+    shape = [int(s) for s in fake.shape]
+    if fake.dtype.is_floating_point:
+        value = torch.randn(shape, generator=generator).to(fake.dtype)
+    elif fake.dtype == torch.bool:
+        value = torch.rand(shape, generator=generator) < 0.5
+    else:
+        value = torch.randint(0, 2, shape, generator=generator).to(fake.dtype)
+    strided = torch.empty_strided(shape, [int(s) for s in fake.stride()], dtype=fake.dtype)
+    return strided.copy_(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _inputs_of(inside: Sequence[Node], results: Iterable[Node]) -> list[Node]:
+    """Nodes that are read inside and made outside, and results that are existing values."""
+    members = set(inside)
+    found: dict[Node, None] = {}
+    for node in inside:
+        map_arg((node.args, node.kwargs), lambda n: found.setdefault(n, None) if n not in members else None)
+    found.update({node: None for node in results if node not in members})
+    return list(found)
+
+
+def _region(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+    graph = Graph()
+    copies: dict[Node, Node] = {n: graph.placeholder(n.name) for n in inputs}
+    for node in nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, _lookup(copies))
+    graph.output(tuple(copies[n] for n in outputs))
+    return GraphModule({}, graph)
+
+
+def _lookup(copies: dict[Node, Node]) -> Callable[[Node], Node]:
+    return lambda n: copies[n]

@@ -1,0 +1,89 @@
+"""Running an emitted HIP object on the device of this machine, without a vendor's runtime headers.
+
+    function = load_function(emitted.object.read_bytes(), emitted.symbol)
+    function(grid=(rows,), threads=256, arguments=(x, out, 7168))
+
+Triton kernels need none of this: Triton launches its own. The drivers of both vendors take the same calls under two
+names (`cuLaunchKernel`, `hipModuleLaunchKernel`), so this is one small module for both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from k3rewrite.errors import EmitError, UnsupportedError
+
+_CUDA = ("libcuda.so.1", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute")
+_HIP = ("libamdhip64.so", "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute")
+_MAX_DYNAMIC_SHARED = 8
+_LARGE_SHARED = 48 * 1024
+"""above this much, CUDA wants the function's limit raised"""
+
+
+class DeviceFunction:
+    """One kernel of a loaded object, on the device that was current when it was loaded."""
+
+    def __init__(self, library: ctypes.CDLL, names: tuple[str, ...], handle: ctypes.c_void_p, symbol: str) -> None:
+        self._library, self._names, self._handle, self._symbol = library, names, handle, symbol
+
+    def __call__(
+        self,
+        *,
+        grid: Sequence[int],
+        threads: int,
+        arguments: Sequence[torch.Tensor | int | float],
+        dynamic_lds: int = 0,
+    ) -> None:
+        """Launch on torch's current stream; safe inside graph capture.
+
+        A tensor is passed as its address, an int as 32 bits, a float as a 32-bit float, as the kernel must declare
+        them. `grid`: one to three numbers of workgroups; nothing is launched if one of them is 0.
+        """
+        if 0 in grid:
+            return
+        values = [_argument(value) for value in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        if dynamic_lds > _LARGE_SHARED:
+            self._call(self._names[4], self._handle, _MAX_DYNAMIC_SHARED, dynamic_lds)
+        blocks = [*grid, 1, 1][:3]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._call(self._names[3], self._handle, *blocks, threads, 1, 1, dynamic_lds, stream, pointers, None)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise EmitError(
+                f"{name} failed with status {status}",
+                place=f"kernel {self._symbol}",
+                remedy="check grid, threads, LDS and that the object is for this device",
+            )
+
+
+def load_function(content: bytes, symbol: str) -> DeviceFunction:
+    """Load a .cubin or .hsaco on the current device.
+
+    `EmitError` if the driver refuses it, `UnsupportedError` if there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "there is no GPU to load a kernel on", place=f"kernel {symbol}", remedy="run the reference"
+        )
+    torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+    names = _HIP if torch.version.hip else _CUDA
+    library = ctypes.CDLL(names[0])
+    module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    function = DeviceFunction(library, names, handle, symbol)
+    function._call(names[1], ctypes.byref(module), content)
+    function._call(names[2], ctypes.byref(handle), module, symbol.encode())
+    return function
+
+
+def _argument(value: torch.Tensor | int | float) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_int(value)

@@ -1,0 +1,253 @@
+"""Expand ops in place: what Inductor wants to see expanded, and `k3::` ops for which no kernel was chosen.
+
+    y = k3::rms_norm(x, w, 1e-6)     ->     pow, mean, add, rsqrt, mul, ... (the op's reference, traced)
+
+A model repeats its layers, so each distinct call is traced once, on fresh fake tensors, and copies of that trace are
+spliced in: 93 layers of Kimi K3 take seconds, tracing the whole graph again takes half a minute. Two calls are the
+same if target, metadata of the tensors, the pattern in which nodes repeat among the arguments, the other arguments
+with their types (1 is not 1.0) and the expressions of symbolic sizes are the same.
+
+All calls are traced before the first one is replaced: a failure leaves the graph as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from k3rewrite import _torch_private as private
+from k3rewrite.errors import ContractError
+from k3rewrite.finalise import splice
+from k3rewrite.graph import effects
+from k3rewrite.graph.arguments import bound_arguments
+from k3rewrite.graph.provenance import source_line
+from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.vocabulary import NAMESPACE, Op
+
+REASON_KEY = "k3_reason"
+"""node.meta key under which `select` leaves the reason why it bound no kernel"""
+
+Table = Mapping[Any, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class ExpansionRecord:
+    """A `k3::` op that was expanded to its reference, and why."""
+
+    node: str
+    op: str
+    reason: str
+    source: str
+
+
+@dataclass
+class Expansion:
+    """What `decompose` did. `guards` are guards that tracing a body added (none, if all bodies are well written)."""
+
+    records: list[ExpansionRecord] = field(default_factory=list)
+    expanded: int = 0
+    traces: int = 0
+    guards: list[str] = field(default_factory=list)
+
+
+def decompose(module: GraphModule, ops: Mapping[torch._ops.OpOverload, Op], table: Table) -> Expansion:
+    """Expand every call of an op of `ops` (to its reference) and of `table` (by its function) in `module`.
+
+    Every result keeps dtype, shape, device and stride. New nodes take over where the old one came from; a result
+    never shares storage with an argument unless the old op's schema says so.
+
+    Raises ContractError if a body gives another dtype, shape or number of results than the op's fake says, or expands
+    to itself.
+    """
+    graph = module.graph
+    expander = _Expander(private.graph_fake_mode(graph), ops, table)
+    bodies = [(node, body) for node in graph.nodes if (body := expander.body_of(node)) is not None]
+    for node, body in bodies:
+        if node.target in ops:
+            expander.result.records.append(_record(node, ops[node.target]))
+        splice.splice(module, node, body)
+    expander.result.expanded = len(bodies)
+    if bodies:
+        graph.lint()
+        module.recompile()
+    return expander.result
+
+
+def _record(node: Node, op: Op) -> ExpansionRecord:
+    reason = node.meta.get(REASON_KEY) or "no kernel was chosen for it"
+    return ExpansionRecord(node.name, op.name, reason, source_line(node))
+
+
+class _Expander:
+    def __init__(self, mode: Any, ops: Mapping[torch._ops.OpOverload, Op], table: Table) -> None:
+        self.mode = mode
+        self.ops, self.table = ops, table
+        self.cache: dict[Any, splice.Body | None] = {}
+        self.result = Expansion()
+        self.active: list[Any] = []
+
+    def body_of(self, node: Node) -> splice.Body | None:
+        """The traced body of a call, or None if the call is not to be (or cannot be) expanded."""
+        if node.op != "call_function" or (node.target not in self.ops and node.target not in self.table):
+            return None
+        if self.mode is None:
+            raise ContractError(
+                "the graph carries no fake tensors", place=node.name, remedy="capture it with k3rewrite.capture"
+            )
+        arguments = _Arguments.of(node)
+        if arguments.key not in self.cache:
+            self.cache[arguments.key] = self._trace(node, arguments)
+        body = self.cache[arguments.key]
+        if body is not None and body.single_use:
+            del self.cache[arguments.key]
+        return body.bind(arguments.nodes) if body is not None else None
+
+    def _trace(self, node: Node, arguments: _Arguments) -> splice.Body | None:
+        if node.target in self.active:
+            raise ContractError(f"the reference of {node.target} calls itself", place=source_line(node))
+        function = self.ops[node.target].reference if node.target in self.ops else node.target
+        assert callable(function)
+        guards = private.guard_count(self.mode)
+        fakes = arguments.fakes(self.mode)
+        call = arguments.caller(function)
+        traced = private.trace(call, fakes, self.table, self.mode)
+        if any(effects.writes(n) for n in traced.graph.nodes):
+            traced = private.trace(call, arguments.fakes(self.mode), self.table, self.mode, functionalise=True)
+        self.result.traces += 1
+        self.result.guards += [f"{node.target}: {g}" for g in private.guard_texts(self.mode, guards)]
+        if _is_itself(traced.graph, node):
+            return None
+        self.active.append(node.target)
+        self._expand_inside(traced)
+        self.active.pop()
+        body = splice.make_body(traced, node)
+        _check(node, body)
+        return body
+
+    def _expand_inside(self, traced: GraphModule) -> None:
+        """A reference may call other ops of the vocabulary: expand these in the trace, with roundings between them."""
+        for inner in list(traced.graph.nodes):
+            if inner.target in self.ops and (body := self.body_of(inner)) is not None:
+                splice.splice(traced, inner, body)
+
+
+def _is_itself(graph: Graph, node: Node) -> bool:
+    """A decomposition may decline; the trace then holds the call itself."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    return len(calls) == 1 and calls[0].target is node.target
+
+
+def _check(node: Node, body: splice.Body) -> None:
+    """`ContractError` if the body's results differ from what the graph says in more than their strides."""
+    expected = node.meta.get("val")
+    expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
+    if len(expected) != len(body.results):
+        found = f"{len(body.results)} results instead of {len(expected)}"
+        raise ContractError(f"the body of {node.target} gives {found}", place=source_line(node))
+    for index, (old, new) in enumerate(zip(expected, body.result_values(), strict=True)):
+        difference = metadata_difference(old, new) if old is not None else None
+        if difference is not None and not difference.startswith("stride"):
+            raise ContractError(
+                f"the body of {node.target} gives result {index} with {difference}",
+                place=source_line(node),
+                remedy="make the op's fake and its reference agree" if node.target in _vocabulary(node) else None,
+            )
+
+
+def _vocabulary(node: Node) -> tuple[Any, ...]:
+    target = node.target
+    return (target,) if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE else ()
+
+
+# --------------------------------------------------------------------------------------------- arguments
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """A call's arguments, apart from which nodes they are: `form` holds positions of `nodes` in place of nodes."""
+
+    nodes: tuple[Node, ...]
+    form: Any
+    key: Any
+
+    @staticmethod
+    def of(node: Node) -> _Arguments:
+        index: dict[Node, int] = {}
+        form = map_arg((node.args, node.kwargs), lambda n: _Slot(index.setdefault(n, len(index))))
+        values = [n.meta.get("val") for n in index]
+        key = (node.target, _freeze(form), tuple(_describe(v) for v in values), _layout(node.meta.get("val")))
+        return _Arguments(tuple(index), form, key)
+
+    def fakes(self, mode: Any) -> list[Any]:
+        """A fresh fake tensor for each tensor node; sizes are what they are."""
+        return [_fresh(mode, n.meta.get("val")) for n in self.nodes]
+
+    def caller(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of `nodes`' values alone."""
+
+        def call(*values: Any) -> Any:
+            args, kwargs = _fill(self.form, values)
+            return function(*args, **kwargs)
+
+        return call
+
+
+@dataclass(frozen=True)
+class _Slot:
+    position: int
+
+
+def _fill(form: Any, values: Sequence[Any]) -> Any:
+    if isinstance(form, _Slot):
+        return values[form.position]
+    if isinstance(form, (tuple, list)):
+        return type(form)(_fill(item, values) for item in form)
+    if isinstance(form, dict):
+        return {name: _fill(item, values) for name, item in form.items()}
+    return form
+
+
+def _fresh(mode: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return private.fresh_fake(mode, value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_fresh(mode, item) for item in value)
+    return value
+
+
+def _freeze(value: Any) -> Any:
+    """A hashable form in which 1, 1.0 and True differ."""
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_freeze, value))
+    if isinstance(value, dict):
+        return ("dict", *((name, _freeze(item)) for name, item in value.items()))
+    if isinstance(value, slice):
+        return ("slice", _freeze(value.start), _freeze(value.stop), _freeze(value.step))
+    if isinstance(value, float):
+        return ("float", repr(value))
+    return (type(value).__name__, value)
+
+
+def _describe(value: Any) -> Any:
+    """Hashable description of what a node stands for."""
+    if isinstance(value, torch.Tensor):
+        return _layout(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_describe, value))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(value).__name__, private.symbolic_text(value))
+    return _freeze(value)
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_layout, value))
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = tuple(s if isinstance(s, int) else private.symbolic_text(s) for s in (*value.shape, *value.stride()))
+    return (value.dtype, value.device, len(value.shape), sizes)

@@ -1,0 +1,161 @@
+"""Run a pipeline over a captured graph: each pass in order, the contract after each, a report of each.
+
+    reports = run_pipeline(captured.module, config, context, names)
+
+Between two passes the graph is always well-formed and means the same; nothing is rolled back, because nothing wrong is
+ever put in place (see patterns/rewrite.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, GraphModule, Node
+
+from k3rewrite.checks.contract import GraphContract
+from k3rewrite.errors import ConfigError, ExpectationError, did_you_mean
+from k3rewrite.graph.cost import FREE, node_cost, sum_costs
+from k3rewrite.graph.provenance import module_path
+from k3rewrite.graph.purity import eliminate_dead_code
+from k3rewrite.pipeline.expressions import Value, parse_expect, parse_when
+from k3rewrite.pipeline.pass_base import Level, Pass, PassContext
+from k3rewrite.pipeline.settings import PassConfig, PipelineConfig
+from k3rewrite.report.schema import PassReport
+from k3rewrite.vocabulary import Cost, Op
+
+NEAR_MISSES = 5
+"""how many misses an expectation error shows"""
+
+AfterPass = Callable[[int, GraphModule, PassReport], None]
+
+
+def build_passes(config: PipelineConfig, known: Mapping[str, type[Pass]]) -> list[tuple[Pass, PassConfig]]:
+    """The passes of a pipeline, made from their options; their order is checked before anything runs.
+
+    Raises ConfigError for an unknown pass, and for a pass that stands before one that it requires.
+    """
+    built: list[tuple[Pass, PassConfig]] = []
+    seen: set[str] = set()
+    for entry in config.passes:
+        if entry.name not in known:
+            raise ConfigError(
+                f"unknown pass '{entry.name}'", place=entry.place or None, remedy=did_you_mean(entry.name, known)
+            )
+        made = known[entry.name](**entry.options)
+        missing = sorted(made.requires - seen)
+        if missing:
+            raise ConfigError(
+                f"pass '{entry.name}' requires '{missing[0]}' before it",
+                place=entry.place or None,
+                remedy=f"put '{missing[0]}' earlier into the pipeline",
+            )
+        seen.add(entry.name)
+        built.append((made, entry))
+    return built
+
+
+def run_pipeline(
+    module: GraphModule,
+    passes: Sequence[tuple[Pass, PassConfig]],
+    context: PassContext,
+    names: Mapping[str, Value],
+    *,
+    level: Level = "aten",
+    after_pass: AfterPass | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[PassReport]:
+    """Rewrite `module` in place. `names` are the values that `expect` and `when` may use; `n_layers` is read off the
+    graph when it is not among them.
+
+    Raises ContractError if a pass breaks the contract, ExpectationError (after that pass was dumped) if the number of
+    sites is not as expected.
+    """
+    contract = GraphContract.of(module) if level == "aten" else None
+    names = {"n_layers": count_layers(module.graph), **names}
+    costs = _GraphCost(context.ops)
+    reports: list[PassReport] = []
+    announced: set[str] = set()
+    for index, (made, entry) in enumerate(passes):
+        if made.level != level:
+            continue
+        report = PassReport(made.name, made.level, dict(entry.options), expect=entry.expect)
+        reports.append(report)
+        if entry.when is not None and not parse_when(entry.when, entry.place).holds(names):
+            report.skipped = f"when: {entry.when}"
+            continue
+        progress(made.name)
+        report.nodes_before, before = costs.of(module.graph)
+        started = time.perf_counter()
+        made.run(module, replace(context, on_miss=entry.on_miss), report)
+        eliminate_dead_code(module.graph)
+        announced |= made.provides
+        if contract is not None:
+            contract.check(module, made.name, frozenset(announced))
+        report.seconds = time.perf_counter() - started
+        report.nodes_after, after = costs.of(module.graph)
+        report.launches_before, report.launches_after = before.launches, after.launches
+        report.bytes_before, report.bytes_after = before.bytes, after.bytes
+        if after_pass is not None:
+            after_pass(index, module, report)
+        _check_expectation(report, entry, names)
+    return reports
+
+
+def _check_expectation(report: PassReport, entry: PassConfig, names: Mapping[str, Value]) -> None:
+    if entry.expect is None:
+        return
+    counts = {"matched": report.matched, "candidates": report.candidates}
+    expression = parse_expect(entry.expect, entry.place)
+    report.expect_ok = expression.holds({**names, **counts})
+    if report.expect_ok:
+        return
+    values = ", ".join(f"{name} = {names[name]}" for name in sorted(expression.names) if name in names)
+    near = "\n".join(f"    {m.site} ({m.source}): {m.reason}" for m in [*report.missed, *report.refused][:NEAR_MISSES])
+    rest = len(report.missed) + len(report.refused) - NEAR_MISSES
+    near += f"\n    and {rest} more" if rest > 0 else ""
+    raise ExpectationError(
+        f"pass {report.name} rewrote {report.matched} of {report.candidates} sites, and the pipeline expects "
+        f"'{entry.expect}'{f' ({values})' if values else ''}; misses:\n{near or '    none: no candidate site was found'}",
+        place=entry.place or None,
+        remedy="look at the reasons (k3rewrite explain RUN), or change the expectation",
+    )
+
+
+@dataclass
+class _Known:
+    """Cost of a node, valid while its target stays the same."""
+
+    target: object
+    cost: Cost
+
+
+class _GraphCost:
+    """Nodes, launches and bytes of a graph; the cost of a node that is still there is not computed again."""
+
+    def __init__(self, ops: Mapping[str, Op]) -> None:
+        self._costs: dict[Node, _Known] = {}
+        self._by_name = {name: op.cost for name, op in ops.items()}
+
+    def of(self, graph: Graph) -> tuple[int, Cost]:
+        nodes = list(graph.nodes)
+        return len(nodes), sum_costs(self._cost(node) for node in nodes)
+
+    def _cost(self, node: Node) -> Cost:
+        if node.op != "call_function":
+            return FREE
+        known = self._costs.get(node)
+        if known is None or known.target is not node.target:
+            known = self._costs[node] = _Known(node.target, node_cost(node, self._by_name.get))
+        return known.cost
+
+
+def count_layers(graph: Graph) -> int:
+    """Number of distinct `layers.<i>` among the module paths of a graph."""
+    found = set()
+    for node in graph.nodes:
+        parts = module_path(node).split(".")
+        if "layers" in parts[:-1]:
+            found.add(".".join(parts[: parts.index("layers") + 2]))
+    return len(found)
