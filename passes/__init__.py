@@ -17,6 +17,7 @@ from k3rewrite.passes.lift_l2_norm import LiftL2NormPass
 from k3rewrite.passes.lift_mlp import LiftMlpPass
 from k3rewrite.passes.lift_rms_norm import LiftRmsNormPass
 from k3rewrite.passes.lift_route import LiftRoutePass
+from k3rewrite.passes.reuse_storage import ReuseStoragePass
 from k3rewrite.passes.select import SelectPass
 from k3rewrite.pipeline.pass_base import Pass
 
@@ -31,5 +32,6 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     FuseAttnResNormPass,
     FuseBlockWritePass,
     SelectPass,
+    ReuseStoragePass,
 )
 PASSES: Mapping[str, type[Pass]] = MappingProxyType({p.name: p for p in ALL_PASSES})

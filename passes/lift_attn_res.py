@@ -54,10 +54,10 @@ _NORMED = call(
 _PROJECTION = Cast(Var("score_proj"), "proj_dtype")
 _COLUMN = Views(_PROJECTION)
 _SCORES = (
-    call("sum", call("mul", _NORMED, Views(_PROJECTION)), LAST_DIM, name="scores")
+    call("sum", call("mul", _NORMED, Views(_PROJECTION)), LAST_DIM, name="scores", keepdim=Anything("kept"))
     | call("mm", Views(_NORMED), _COLUMN, name="scores")
     | call("mv", Views(_NORMED), _COLUMN, name="scores")
-    | call("sum", _NORMED, LAST_DIM, name="folded")
+    | call("sum", _NORMED, LAST_DIM, name="folded", keepdim=Anything("kept"))
 )
 _SOFTMAX = call("softmax", Views(_SCORES, "laid_out"), Anything("softmax_dim"), False, name="anchor")
 _WEIGHTS = Views(_SOFTMAX, "weights")
@@ -86,7 +86,9 @@ class LiftAttnRes(Rule):
             return Refusal(f"dtypes {values.dtype} -> {compute} -> {match['out']} of the mix", match.root)
         rank = values.dim()
         scores = match.value("anchor")
-        if not same_sizes(scores.shape, values.shape[:-1]) or match["softmax_dim"] not in (-1, rank - 2):
+        kept = scores.dim() == rank
+        over = match["softmax_dim"] % scores.dim()
+        if not same_sizes(scores.shape, (*values.shape[:-1], *([1] if kept else []))) or over != rank - 2:
             return Refusal(
                 f"the softmax is over dimension {match['softmax_dim']} of {list(scores.shape)}, not over the sources",
                 match["anchor"],

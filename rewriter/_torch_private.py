@@ -40,10 +40,10 @@ def graph_fake_mode(graph: torch.fx.Graph) -> FakeTensorMode | None:
 def fresh_fake(mode: FakeTensorMode, like: torch.Tensor, device: torch.device | None = None) -> FakeTensor:
     """A new fake tensor with the metadata of `like` and storage of its own; nothing is run and no guard is added.
 
-    Five times quicker than `torch.empty_strided` under the mode, which decides for the 10,000 nodes of a large graph.
+    Three times quicker than `torch.empty_strided` under the mode, which decides for the 10,000 nodes of a large graph.
     (The constructor's form FakeTensor(mode, meta tensor, device) has not changed from 2.0 to current.)
     """
-    with no_modes():
+    with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return FakeTensor(mode, meta, device or like.device)
 

@@ -18,7 +18,7 @@ import torch
 
 from k3rewrite import _torch_private as private
 from k3rewrite.errors import ContractError, UnsupportedError, did_you_mean
-from k3rewrite.vocabulary import NAMESPACE, Op
+from k3rewrite.vocabulary import Op
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def inplace_variant(op: Op, arguments: Sequence[str]) -> InplaceVariant:
 
 def ensure_registered(op: Op) -> Op:
     """Register an op unless the dispatcher already has it; one of the same name and another schema is an error."""
-    packet = getattr(getattr(torch.ops, NAMESPACE), op.name, None)
+    packet = getattr(getattr(torch.ops, op.namespace), op.name, None)
     if packet is None:
         return op.register()
     known, wanted = str(packet.default._schema), str(private.parse_schema(op.qualified_name + op.schema))

@@ -73,7 +73,8 @@ class Kernel:
 
     accepts(arguments, target) -> None, or the reason why this kernel does not take the call. `arguments` maps the
         op's parameter names to fake tensors and scalars.
-    launch(*args) -> results, with the op's own signature, on device tensors.
+    launch(*args) -> results, with the op's own signature, on device tensors. Of an op that declares `inplace`, it also
+        takes in_place=True: results go into the declared arguments and are not returned.
     units(arguments, target) -> what to compile ahead of time for such a call.
     cost_us(arguments, target) -> estimated microseconds; the cheapest accepting kernel is chosen.
     """

@@ -173,7 +173,7 @@ def attn_res_streamed(
     inside = columns < D
     weight = score_weight(score_norm, score_proj, columns, inside)
     for program_row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = program_row.to(tl.int64)
+        row = tl.cast(program_row, tl.int64)
         updated = new_prefix(prefix, delta, row, prefix_stride, delta_stride, columns, inside, DELTA)
         mix = updated.to(tl.float32)
         largest = score(mix, weight, score_eps, D)
@@ -181,19 +181,20 @@ def attn_res_streamed(
         if STORE:
             # After the reduction: lanes that share an element have all read it, so it may go where the old one was.
             tl.store(new_prefix_ptr + row * new_prefix_stride + columns, updated, mask=inside)
-        for j in tl.range(0, BLOCKS, num_stages=STAGES):
-            # Where source j lies: scalar selects, a few instructions a source.
-            address = blocks[0] + row * row_strides[0]
-            for i in tl.static_range(1, BLOCKS):
-                address = tl.where(j == i, blocks[i] + row * row_strides[i], address)
-            value = tl.load(address + columns, mask=inside, other=0.0, eviction_policy="evict_first")
-            new_score = score(value.to(tl.float32), weight, score_eps, D)
-            new_largest = tl.maximum(largest, new_score)
-            keep = tl.exp2(largest - new_largest)
-            share = tl.exp2(new_score - new_largest)
-            total = total * keep + share
-            mix = mix * keep + share * widened(value)
-            largest = new_largest
+        if BLOCKS > 0:
+            for j in tl.range(0, BLOCKS, num_stages=STAGES):
+                # Where source j lies: scalar selects, a few instructions a source.
+                address = blocks[0] + row * row_strides[0]
+                for i in tl.static_range(1, BLOCKS):
+                    address = tl.where(j == i, blocks[i] + row * row_strides[i], address)
+                value = tl.load(address + columns, mask=inside, other=0.0, eviction_policy="evict_first")
+                new_score = score(value.to(tl.float32), weight, score_eps, D)
+                new_largest = tl.maximum(largest, new_score)
+                keep = tl.exp2(largest - new_largest)
+                share = tl.exp2(new_score - new_largest)
+                total = total * keep + share
+                mix = mix * keep + share * widened(value)
+                largest = new_largest
         finish(
             mix * (1.0 / total), row, columns, inside, norm_weight, norm_eps, out, out_stride,
             D, NORM, MIX, SCALE, PDL,

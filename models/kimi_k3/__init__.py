@@ -23,14 +23,14 @@ The spec is the description of the published model: its configuration, its check
 no kernel and no fusion is used here; every rounding is where the vendor's code has it.
 """
 
-from .checkpoint import load_checkpoint, save_checkpoint
-from .config import KimiK3Config
-from .factory import build_kimi_k3
-from .random_init import initialise, initialise_state
-from .inputs import DecodeInputs, PrefillInputs, VerifyInputs
-from .model import KimiK3
-from .parallel import TensorParallel
-from .state import KimiK3State, leave_speculation
+from k3rewrite.models.kimi_k3.checkpoint import load_checkpoint, save_checkpoint
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.factory import build_kimi_k3
+from k3rewrite.models.kimi_k3.inputs import DecodeInputs, PrefillInputs, VerifyInputs
+from k3rewrite.models.kimi_k3.model import KimiK3
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
+from k3rewrite.models.kimi_k3.random_init import initialise, initialise_state
+from k3rewrite.models.kimi_k3.state import KimiK3State, leave_speculation
 
 __all__ = [
     "DecodeInputs",

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .linear import Linear
-from .norms import RMSNorm
-from .numerics import math_dtype
+from k3rewrite.models.kimi_k3.linear import Linear
+from k3rewrite.models.kimi_k3.norms import RMSNorm
+from k3rewrite.models.kimi_k3.numerics import math_dtype
 
 
 class BlockList:

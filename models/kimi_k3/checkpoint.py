@@ -29,9 +29,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from k3rewrite.errors import CheckpointError
-
-from .model import KimiK3
-from .parallel import split_dimension
+from k3rewrite.models.kimi_k3.model import KimiK3
+from k3rewrite.models.kimi_k3.parallel import split_dimension
 
 PREFIX = "language_model."
 INDEX = "model.safetensors.index.json"
@@ -140,7 +139,7 @@ def load_checkpoint(model: KimiK3, folder: str | PathLike[str]) -> KimiK3:
         raise CheckpointError(
             f"{len(problems)} problems; nothing was loaded:\n  - " + "\n  - ".join(problems),
             place=str(root),
-            remedy="use the checkpoint that belongs to this configuration (number of layers, experts='bf16' or 'mxfp4')",
+            remedy="use the checkpoint of this configuration (number of layers, experts='bf16' or 'mxfp4')",
         )
     for file in sorted({header.file for header in stored.values()}):
         with safe_open(file, framework="pt") as content:

@@ -191,7 +191,7 @@ class KimiK3Config:
     @classmethod
     def from_json(cls, path: str | PathLike[str], **changes: Any) -> KimiK3Config:
         """Read a published config.json (the text_config itself or the file that nests it). Raises `ConfigError`."""
-        from .config_json import read_config_json
+        from k3rewrite.models.kimi_k3.config_json import read_config_json
 
         return replace(read_config_json(path), **_checked(cls, changes))
 
@@ -229,7 +229,7 @@ class KimiK3Config:
             return problems  # what follows computes with these
         if sorted((*self.kda_layers, *self.full_attn_layers)) != list(range(1, self.num_hidden_layers + 1)):
             problems.append(
-                f"kda_layers and full_attn_layers (1-indexed) must name each of the {self.num_hidden_layers} layers once"
+                f"kda_layers and full_attn_layers must name each of the layers 1..{self.num_hidden_layers} once"
             )
         if self.gate_lower_bound >= 0:
             problems.append(f"gate_lower_bound is {self.gate_lower_bound}, must be negative")
@@ -240,7 +240,9 @@ class KimiK3Config:
         if self.chunk_size % self.chunk_block:
             problems.append(f"chunk_size {self.chunk_size} is no multiple of chunk_block {self.chunk_block}")
         if self.num_experts_per_token > self.num_experts:
-            problems.append(f"num_experts_per_token {self.num_experts_per_token} exceeds num_experts {self.num_experts}")
+            problems.append(
+                f"num_experts_per_token {self.num_experts_per_token} exceeds num_experts {self.num_experts}"
+            )
         if self.experts == "mxfp4":
             for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
                 if getattr(self, name) % MXFP4_GROUP:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from k3rewrite.errors import ConfigError, did_you_mean
-
-from .config import MXFP4_GROUP, KimiK3Config
+from k3rewrite.models.kimi_k3.config import MXFP4_GROUP, KimiK3Config
 
 _LINEAR_ATTN = {  # linear_attn_config.<key> -> field
     "kda_layers": "kda_layers",

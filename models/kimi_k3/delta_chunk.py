@@ -83,9 +83,7 @@ def unit_lower_inverse(lower: Tensor, block: int) -> Tensor:
     identity = torch.eye(block, dtype=lower.dtype, device=lower.device)
     diagonal = lower.unflatten(-1, (count, block)).unflatten(-3, (count, block)).diagonal(dim1=-4, dim2=-2)
     diagonal = diagonal.movedim(-1, -3) + identity  # [..., count, block, block]
-    inverses = torch.linalg.solve_triangular(
-        diagonal, identity.expand_as(diagonal), upper=False, unitriangular=True
-    )
+    inverses = torch.linalg.solve_triangular(diagonal, identity.expand_as(diagonal), upper=False, unitriangular=True)
     rows = [F.pad(inverses[..., 0, :, :], (0, size - block))]
     for i in range(1, count):
         before, own = i * block, inverses[..., i, :, :]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 def delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """(o `[B, H, V]`, new state). q, k, g `[B, H, K]`, v `[B, H, V]`, beta `[B, H]`; q is normalised and scaled."""
-    state = state * torch.exp(g).unsqueeze(2)
-    predicted = (state * k.unsqueeze(2)).sum(-1)
+    state, k = state * torch.exp(g).unsqueeze(2), k.unsqueeze(2)
+    predicted = (state * k).sum(-1)
     update = beta.unsqueeze(2) * (v - predicted)
-    state = state + update.unsqueeze(3) * k.unsqueeze(2)
+    state = state + update.unsqueeze(3) * k
     return (state * q.unsqueeze(2)).sum(-1), state

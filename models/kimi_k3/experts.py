@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .activation import situ
-from .config import MXFP4_GROUP, KimiK3Config
-from .grouped_mm import grouped_mm
-from .mxfp4 import dequantise, pair_table, scale_table
-from .numerics import math_dtype
-from .parallel import TensorParallel
+from k3rewrite.models.kimi_k3.activation import situ
+from k3rewrite.models.kimi_k3.config import MXFP4_GROUP, KimiK3Config
+from k3rewrite.models.kimi_k3.grouped_mm import grouped_mm
+from k3rewrite.models.kimi_k3.mxfp4 import dequantise, pair_table, scale_table
+from k3rewrite.models.kimi_k3.numerics import math_dtype
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
 
 
 class RoutedExperts(nn.Module):

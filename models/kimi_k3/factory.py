@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from k3rewrite.errors import ConfigError, did_you_mean
-
-from .config import KimiK3Config
-from .random_init import initialise, initialise_state
-from .inputs import DecodeInputs, Inputs, PrefillInputs, VerifyInputs
-from .model import KimiK3
-from .state import KimiK3State
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.inputs import DecodeInputs, Inputs, PrefillInputs, VerifyInputs
+from k3rewrite.models.kimi_k3.model import KimiK3
+from k3rewrite.models.kimi_k3.random_init import initialise, initialise_state
+from k3rewrite.models.kimi_k3.state import KimiK3State
 
 Phase = Literal["decode", "verify", "prefill"]
 DEFAULT_TOKENS = {"decode": 1, "verify": 4, "prefill": 128}

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .config import KimiK3Config
-from .delta_chunk import delta_chunk
-from .delta_rule import delta_step
-from .inputs import DecodePlan, Plan, PrefillPlan, VerifyPlan
-from .linear import Linear
-from .norms import GatedRMSNorm, l2_norm
-from .numerics import math_dtype
-from .parallel import TensorParallel
-from .short_conv import conv_decode, conv_prefill, conv_verify
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.delta_chunk import delta_chunk
+from k3rewrite.models.kimi_k3.delta_rule import delta_step
+from k3rewrite.models.kimi_k3.inputs import DecodePlan, Plan, PrefillPlan, VerifyPlan
+from k3rewrite.models.kimi_k3.linear import Linear
+from k3rewrite.models.kimi_k3.norms import GatedRMSNorm, l2_norm
+from k3rewrite.models.kimi_k3.numerics import math_dtype
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
+from k3rewrite.models.kimi_k3.short_conv import conv_decode, conv_prefill, conv_verify
 
 
 class ConvWeight(nn.Module):
@@ -89,15 +89,14 @@ class KimiDeltaAttention(nn.Module):
         elif isinstance(plan, VerifyPlan):
             shape = plan.table.shape
             heads = self._heads(x, conv_verify(inputs.unflatten(0, shape), weight, conv, plan))
-            out = self._verify(heads, recurrent, plan)
+            out = self._verify(heads, recurrent, plan).flatten(0, 1)
         else:
             shape = plan.dead_tokens.shape[:2]
             heads = self._heads(x, conv_prefill(inputs.unflatten(0, shape), weight, conv, plan))
-            out = self._prefill(heads, recurrent, plan)
-        # [T, H, V], rounded to the model's dtype before the norm
-        out = out.reshape(-1, self.num_heads, self.head_dim).to(x.dtype)
+            out = self._prefill(heads, recurrent, plan).flatten(0, 1)
         gate = self.g_proj(x).view(-1, self.num_heads, self.head_dim)
-        return self.parallel.all_reduce(self.o_proj(self.o_norm(out, gate).flatten(1)))
+        out = self.o_norm(out.to(x.dtype), gate)  # [T, H, V]
+        return self.parallel.all_reduce(self.o_proj(out.flatten(1)))
 
     def _heads(self, x: Tensor, convolved: Tensor) -> Heads:
         """Normalised, gated heads from x `[T, d]` and the convolved channels `[..., 3 * H * K]`, T = the rest."""
@@ -106,12 +105,13 @@ class KimiDeltaAttention(nn.Module):
         f = self.f_b_proj(self.f_a_proj(x)).to(math) + self.dt_bias
         f = f.view(*rows, self.num_heads, self.head_dim)
         rate = torch.exp(self.A_log[: self.num_heads]).unsqueeze(1)
+        beta = torch.sigmoid(self.b_proj(x).to(math))
         return Heads(
             q=l2_norm(q) * self.head_dim**-0.5,
             k=l2_norm(k),
             v=v.to(math),
             g=torch.sigmoid(rate * f) * self.config.gate_lower_bound,
-            beta=torch.sigmoid(self.b_proj(x).to(math)).view(*rows, self.num_heads),
+            beta=beta if len(rows) == 1 else beta.unflatten(0, rows),
         )
 
     def _decode(self, heads: Heads, pool: Tensor, plan: DecodePlan) -> Tensor:

@@ -9,9 +9,7 @@ from torch import nn
 class Linear(nn.Linear):
     """y = x · Wᵀ, weight `[outputs, inputs]`. No layer of the decoder has a bias."""
 
-    def __init__(
-        self, inputs: int, outputs: int, *, dtype: torch.dtype, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, *, dtype: torch.dtype, device: torch.device | None = None) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=dtype, device=device)
         self.weight.requires_grad_(False)
 

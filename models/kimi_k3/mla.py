@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .config import KimiK3Config
-from .inputs import LatentPlan, Plan, PrefillPlan
-from .linear import Linear
-from .norms import RMSNorm
-from .numerics import math_dtype
-from .parallel import TensorParallel
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.inputs import LatentPlan, Plan, PrefillPlan
+from k3rewrite.models.kimi_k3.linear import Linear
+from k3rewrite.models.kimi_k3.norms import RMSNorm
+from k3rewrite.models.kimi_k3.numerics import math_dtype
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -74,14 +74,14 @@ class MultiHeadLatentAttention(nn.Module):
             [self.nope, self.value], dim=1
         )
         q_nope, q_rope = query.split([self.nope, self.rope], dim=-1)
-        absorbed = (q_nope.transpose(0, 1) @ w_uk).transpose(0, 1)  # [T, H, 512]
+        absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)  # [T, H, 512]
         absorbed = torch.cat([absorbed, q_rope], dim=-1).view(batch, -1, context.shape[2])
         keys = context.to(math)
-        scores = (absorbed.to(math) @ keys.transpose(1, 2)) * self.scale  # [B, N * H, C]
+        scores = torch.bmm(absorbed.to(math), keys.transpose(1, 2)) * self.scale  # [B, N * H, C]
         weights = _softmax(scores.view(batch, -1, self.num_heads, context.shape[1]), hidden)
-        summed = weights.view(scores.shape) @ keys[..., : self.config.kv_lora_rank]
+        summed = torch.bmm(weights.view(scores.shape), keys[..., : self.config.kv_lora_rank])
         summed = summed.to(query.dtype).view(-1, self.num_heads, self.config.kv_lora_rank)
-        return (summed.transpose(0, 1) @ w_uv.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(summed.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
 
     def _attend_expanded(self, query: Tensor, context: Tensor, hidden: Tensor) -> Tensor:
         """The same by forming keys and values of every head."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .activation import situ
-from .config import KimiK3Config
-from .linear import Linear
-from .parallel import TensorParallel
+from k3rewrite.models.kimi_k3.activation import situ
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.linear import Linear
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
 
 
 class MLP(nn.Module):

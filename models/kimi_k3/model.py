@@ -18,18 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from k3rewrite.errors import UnsupportedError
-
-from .attn_res import BlockBank, BlockList, Blocks, DepthMix
-from .config import KimiK3Config
-from .inputs import Inputs, Plan, VerifyInputs, prepare
-from .kda import KimiDeltaAttention
-from .linear import Linear
-from .mla import MultiHeadLatentAttention
-from .mlp import DenseMLP
-from .moe import LatentMoE
-from .norms import RMSNorm
-from .parallel import TensorParallel
-from .state import KimiK3State
+from k3rewrite.models.kimi_k3.attn_res import BlockBank, BlockList, Blocks, DepthMix
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.inputs import Inputs, Plan, VerifyInputs, prepare
+from k3rewrite.models.kimi_k3.kda import KimiDeltaAttention
+from k3rewrite.models.kimi_k3.linear import Linear
+from k3rewrite.models.kimi_k3.mla import MultiHeadLatentAttention
+from k3rewrite.models.kimi_k3.mlp import DenseMLP
+from k3rewrite.models.kimi_k3.moe import LatentMoE
+from k3rewrite.models.kimi_k3.norms import RMSNorm
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
+from k3rewrite.models.kimi_k3.state import KimiK3State
 
 
 class VocabularyEmbedding(nn.Module):

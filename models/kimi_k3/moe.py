@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .config import KimiK3Config
-from .experts import build_experts
-from .linear import Linear
-from .mlp import MLP
-from .norms import RMSNorm
-from .parallel import TensorParallel
-from .router import Router
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.experts import build_experts
+from k3rewrite.models.kimi_k3.linear import Linear
+from k3rewrite.models.kimi_k3.mlp import MLP
+from k3rewrite.models.kimi_k3.norms import RMSNorm
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
+from k3rewrite.models.kimi_k3.router import Router
 
 
 class LatentMoE(nn.Module):

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from k3rewrite.errors import UnsupportedError
-
-from .config import MXFP4_GROUP
+from k3rewrite.models.kimi_k3.config import MXFP4_GROUP
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .numerics import math_dtype
+from k3rewrite.models.kimi_k3.numerics import math_dtype
 
 
 class RMSNorm(nn.Module):

@@ -65,7 +65,6 @@ class TensorParallel:
         if isinstance(group, TensorParallel):
             return group
         # Importing it registers the functional collectives and marks their waits as effects.
-        import torch.distributed._functional_collectives
 
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .config import KimiK3Config
-from .model import KimiK3
-from .parallel import split_dimension
-from .state import KimiK3State
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.model import KimiK3
+from k3rewrite.models.kimi_k3.parallel import split_dimension
+from k3rewrite.models.kimi_k3.state import KimiK3State
 
 _GAIN = {  # standard deviation of a linear layer's output for an input of unit variance; 1 where nothing is said
     "gate_proj": 3.0,

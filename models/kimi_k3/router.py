@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import KimiK3Config
-from .numerics import math_dtype
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.numerics import math_dtype
 
 
 class Router(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .inputs import DecodePlan, PrefillPlan, VerifyPlan
-from .numerics import math_dtype
+from k3rewrite.models.kimi_k3.inputs import DecodePlan, PrefillPlan, VerifyPlan
+from k3rewrite.models.kimi_k3.numerics import math_dtype
 
 
 def convolve(window: Tensor, weight: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import KimiK3Config
-from .numerics import math_dtype
-from .parallel import TensorParallel
+from k3rewrite.models.kimi_k3.config import KimiK3Config
+from k3rewrite.models.kimi_k3.numerics import math_dtype
+from k3rewrite.models.kimi_k3.parallel import TensorParallel
 
 
 class KimiK3State(NamedTuple):

@@ -20,6 +20,7 @@ from k3rewrite.pipeline.config import load_pipeline
 from k3rewrite.pipeline.expressions import MODEL_NAMES, RUN_NAMES
 from k3rewrite.pipeline.layers import option_hints
 from k3rewrite.pipeline.located import dump_yaml
+from k3rewrite.pipeline.runner import build_passes
 from k3rewrite.report.table import human_bytes
 from k3rewrite.targets import known_targets, load_target
 from k3rewrite.typed import describe_hint
@@ -59,12 +60,20 @@ def describe_pass(passes: Mapping[str, type], name: str) -> Group:
         Text(name, "bold cyan"),
         Text(inspect.getdoc(cls) or ""),
         Text(""),
+        *_sketch(cls),
         Text(f"level {level}; needs {requires} before it"),
     ]
     options = _options(cls)
     if options:
         parts += [Text("options:"), *(Padding(line, (0, 0, 0, 4)) for line in options.values())]
     return Group(*parts)
+
+
+def _sketch(cls: type) -> list[Text]:
+    """The text at the head of the pass's file: what the graph looks like before and after."""
+    module = inspect.getmodule(cls)
+    text = inspect.getdoc(module) if module is not None else None
+    return [Text(text), Text("")] if text else []
 
 
 def _summary(cls: type) -> str:
@@ -140,9 +149,11 @@ def target_table() -> Table:
 
 def check_pipeline(source: str) -> Text:
     """Load a pipeline against the passes, targets and names of this package; a line that says what it holds."""
-    config = load_pipeline(
-        source, known_passes=known_passes(), known_targets=known_targets(), known_names=(*RUN_NAMES, *MODEL_NAMES)
-    )
+    passes = known_passes()
+    names = (*RUN_NAMES, *MODEL_NAMES)
+    config = load_pipeline(source, known_passes=passes, known_targets=known_targets(), known_names=names)
+    build_passes(config, passes)  # their order
+    load_target(config.target)
     expecting = sum(entry.expect is not None for entry in config.passes)
     origin = f", extends {' <- '.join(reversed(config.extends))}" if config.extends else ""
     return Text(

@@ -78,7 +78,7 @@ def instructions(text: str) -> list[str]:
     for line in text.splitlines():
         line = re.sub(r"(//|;(?=\s)).*$", "", line).strip()
         line = re.sub(r"^@!?%\w+\s+", "", line)
-        if line and not line.startswith((".", "#", "{", "}", "$")) and not line.endswith(":"):
+        if line and not line.startswith((".", "#", "{", "}", "(", ")", "$")) and not line.endswith(":"):
             found.append(line)
     return found
 

@@ -24,7 +24,6 @@ from k3rewrite import _torch_private as private
 from k3rewrite.errors import ContractError
 from k3rewrite.finalise import splice
 from k3rewrite.graph import effects
-from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.vocabulary import NAMESPACE, Op
@@ -65,14 +64,18 @@ def decompose(module: GraphModule, ops: Mapping[torch._ops.OpOverload, Op], tabl
     to itself.
     """
     graph = module.graph
-    expander = _Expander(private.graph_fake_mode(graph), ops, table)
-    bodies = [(node, body) for node in graph.nodes if (body := expander.body_of(node)) is not None]
-    for node, body in bodies:
+    mode = private.graph_fake_mode(graph)
+    expander = _Expander(mode, ops, table)
+    if mode is not None:
+        splice.give_constants_values(module, mode)
+    calls = [(node, *planned) for node in graph.nodes if (planned := expander.body_of(node)) is not None]
+    replaced: dict[Node, Any] = {}
+    for node, body, arguments in calls:
         if node.target in ops:
             expander.result.records.append(_record(node, ops[node.target]))
-        splice.splice(module, node, body)
-    expander.result.expanded = len(bodies)
-    if bodies:
+        replaced |= splice.splice(module, node, body, [replaced.get(n, n) for n in arguments])
+    expander.result.expanded = len(calls)
+    if calls:
         graph.lint()
         module.recompile()
     return expander.result
@@ -91,8 +94,8 @@ class _Expander:
         self.result = Expansion()
         self.active: list[Any] = []
 
-    def body_of(self, node: Node) -> splice.Body | None:
-        """The traced body of a call, or None if the call is not to be (or cannot be) expanded."""
+    def body_of(self, node: Node) -> tuple[splice.Body, tuple[Node, ...]] | None:
+        """The traced body of a call and its argument nodes, or None if it is not to be (or cannot be) expanded."""
         if node.op != "call_function" or (node.target not in self.ops and node.target not in self.table):
             return None
         if self.mode is None:
@@ -105,7 +108,7 @@ class _Expander:
         body = self.cache[arguments.key]
         if body is not None and body.single_use:
             del self.cache[arguments.key]
-        return body.bind(arguments.nodes) if body is not None else None
+        return (body, arguments.nodes) if body is not None else None
 
     def _trace(self, node: Node, arguments: _Arguments) -> splice.Body | None:
         if node.target in self.active:
@@ -132,8 +135,8 @@ class _Expander:
     def _expand_inside(self, traced: GraphModule) -> None:
         """A reference may call other ops of the vocabulary: expand these in the trace, with roundings between them."""
         for inner in list(traced.graph.nodes):
-            if inner.target in self.ops and (body := self.body_of(inner)) is not None:
-                splice.splice(traced, inner, body)
+            if inner.target in self.ops and (planned := self.body_of(inner)) is not None:
+                splice.splice(traced, inner, *planned)
 
 
 def _is_itself(graph: Graph, node: Node) -> bool:

@@ -133,10 +133,12 @@ def _write_in_place(graph: Graph, node: Node, variant: InplaceVariant, offers: S
         new = graph.call_function(variant.overload, node.args, dict(node.kwargs))
     inherit_meta(new, [node], PASS_NAME)
     assert variant.base is not None
-    taken = {variant.base.inplace[offer.argument]: offer.value for offer in offers}
+    # Read the arguments now: an earlier call of a chain may have taken over what was offered here.
+    current = bound_arguments(node)
+    taken = {variant.base.inplace[offer.argument]: current[offer.argument] for offer in offers}
     results = len(_target(node)._schema.returns)
     if results == 1:
-        node.replace_all_uses_with(offers[0].value)
+        node.replace_all_uses_with(current[offers[0].argument])
         graph.erase_node(node)
         return
     values: Any = node.meta.get("val")

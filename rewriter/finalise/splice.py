@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from k3rewrite import _torch_private as private
 from k3rewrite.graph import effects
 from k3rewrite.graph.provenance import inherit_meta
+from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.graph.shapes import metadata_difference
 
 PASS_NAME = "decompose"
@@ -40,11 +41,6 @@ class Body:
     results: tuple[Any, ...]
     aliased: frozenset[int]
     single_use: bool
-    arguments: tuple[Node, ...] = ()
-
-    def bind(self, arguments: Sequence[Node]) -> Body:
-        """The body with the nodes that stand for its inputs."""
-        return replace(self, arguments=tuple(arguments))
 
     def result_values(self) -> list[Any]:
         return [r.meta.get("val") if isinstance(r, Node) else r for r in self.results]
@@ -52,7 +48,7 @@ class Body:
 
 def make_body(traced: GraphModule, call: Node) -> Body:
     """A body out of a trace of `call`."""
-    traced.graph.eliminate_dead_code(is_impure_node=lambda n: n.op == "placeholder" or effects.effect(n) is not None)
+    eliminate_dead_code(traced.graph)
     output = traced.graph.output_node().args[0]
     results = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     allowed = effects.result_aliases(call)
@@ -83,10 +79,13 @@ def _shares_with_outside(node: Any) -> bool:
     return False
 
 
-def splice(module: GraphModule, call: Node, body: Body) -> None:
-    """Replace `call` by a copy of `body`, directly before it, and erase it."""
+def splice(module: GraphModule, call: Node, body: Body, arguments: Sequence[Any]) -> dict[Node, Any]:
+    """Replace `call` by a copy of `body` on `arguments`, directly before it, and erase it.
+
+    Returns what stands for each erased node (the call, and the items taken from its results) from now on.
+    """
     graph = module.graph
-    copies: dict[Node, Node] = dict(zip(body.inputs, body.arguments, strict=True))
+    copies: dict[Node, Any] = dict(zip(body.inputs, arguments, strict=True))
     with graph.inserting_before(call):
         for node in body.module.graph.nodes:
             if node.op in ("placeholder", "output"):
@@ -94,12 +93,13 @@ def splice(module: GraphModule, call: Node, body: Body) -> None:
             copy = _copy_node(module, body.module, node, copies)
             inherit_meta(copy, [call], PASS_NAME)
             copies[node] = copy
-        results = [_result(module, call, body, i, copies) for i in range(len(body.results))]
-    _redirect(call, results)
+        results = [_result(call, body, i, copies) for i in range(len(body.results))]
+    replaced = _redirect(call, results)
     graph.erase_node(call)
+    return replaced
 
 
-def _copy_node(module: GraphModule, source: GraphModule, node: Node, copies: dict[Node, Node]) -> Node:
+def _copy_node(module: GraphModule, source: GraphModule, node: Node, copies: dict[Node, Any]) -> Node:
     graph = module.graph
     if node.op == "get_attr":
         assert isinstance(node.target, str)
@@ -155,9 +155,9 @@ def _attribute(module: GraphModule, path: str) -> Any:
     return value
 
 
-def _result(module: GraphModule, call: Node, body: Body, index: int, copies: dict[Node, Node]) -> Any:
+def _result(call: Node, body: Body, index: int, copies: dict[Node, Any]) -> Any:
     """Node (or number) that stands for a result, laid out and owned as the call's was."""
-    graph, result = module.graph, body.results[index]
+    result = body.results[index]
     if not isinstance(result, Node):
         return result
     node = copies[result]
@@ -167,7 +167,7 @@ def _result(module: GraphModule, call: Node, body: Body, index: int, copies: dic
     difference = metadata_difference(expected, node.meta.get("val")) if isinstance(expected, torch.Tensor) else None
     if difference is None and index not in body.aliased:
         return node
-    made = _copy_laid_out(graph, node, expected if isinstance(expected, torch.Tensor) else node.meta["val"])
+    made = _copy_laid_out(call.graph, node, expected if isinstance(expected, torch.Tensor) else node.meta["val"])
     for new in made:
         inherit_meta(new, [call], PASS_NAME)
     return made[-1]
@@ -183,20 +183,35 @@ def _copy_laid_out(graph: Any, node: Node, like: torch.Tensor) -> list[Node]:
     return [buffer, copy]
 
 
-def _redirect(call: Node, results: Sequence[Any]) -> None:
-    """Point the users of a call, or of the items taken from it, to the results."""
+def _redirect(call: Node, results: Sequence[Any]) -> dict[Node, Any]:
+    """Point the users of a call, or of the items taken from it, to the results; what stands for each old node."""
     several = isinstance(call.meta.get("val"), (tuple, list))
-    for user in list(call.users):
-        if several and user.target is operator.getitem:
-            item = results[user.args[1]]  # type: ignore[index]
-            if isinstance(item, Node):
-                user.replace_all_uses_with(item)
-                user.graph.erase_node(user)
-                continue
-        replacement = results if several else results[0]
-        user.args, user.kwargs = map_arg_to(user, call, replacement)
+    replaced: dict[Node, Any] = {call: list(results) if several else results[0]}
+    if several:
+        for user in [u for u in call.users if u.target is operator.getitem]:
+            index = user.args[1]
+            assert isinstance(index, int)
+            replaced[user] = results[index]
+            _replace(user, results[index])
+            user.graph.erase_node(user)
+    _replace(call, replaced[call])
+    return replaced
 
 
-def map_arg_to(user: Node, old: Node, new: Any) -> tuple[Any, Any]:
-    """The user's arguments with `new` (a node, a number or a list of such) in place of `old`."""
-    return map_arg((user.args, user.kwargs), lambda n: new if n is old else n)
+def _replace(old: Node, new: Any) -> None:
+    """Let every user of `old` take `new`: a node, a number, or a list of such."""
+    if isinstance(new, Node):
+        old.replace_all_uses_with(new)
+        return
+    for user in list(old.users):
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda n: new if n is old else n)
+
+
+def give_constants_values(module: GraphModule, mode: private.FakeTensorMode) -> None:
+    """Give every tensor constant of a graph the fake value that tracing may have left out."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            assert isinstance(node.target, str)
+            value = _attribute(module, node.target)
+            if isinstance(value, torch.Tensor):
+                node.meta["val"] = mode.from_tensor(value, static_shapes=True)

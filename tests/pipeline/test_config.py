@@ -47,6 +47,7 @@ SHIPPED_PASSES = (
     "lift_route",
     "lift_attn_res",
     "fuse_attn_res_norm",
+    "fuse_block_write",
     "select",
     "reuse_storage",
 )

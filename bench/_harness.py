@@ -1,0 +1,198 @@
+"""What every benchmark shares: graph timing, ceilings, poisoned memory, kernel names, results with their origin.
+
+Protocol: everything inside CUDA graphs; one graph runs the call once on each of several input sets, so that inputs are
+cold (together larger than the L2) unless a warm measurement is asked for; median, p10 and p90 over replays of that
+graph; ceilings measured in the same process; outputs compared with fp64 in the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import platform
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 200, warmup: int = 5) -> Timing:
+    """Time a CUDA graph that makes each of `calls` once, in order. They must have run before (compilation)."""
+    graph = captured(calls)
+    for _ in range(warmup):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) * 1e3 / len(calls) for start, end in events)
+    return Timing(times[len(times) // 2], times[len(times) // 10], times[len(times) * 9 // 10])
+
+
+def captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """A graph of `calls`. One of them runs eagerly first on a side stream, as capture wants."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def kernel_names(call: Callable[[], Any]) -> list[str]:
+    """Names of the kernels that a captured graph of `call` runs, in order: what really ran, not what was meant to."""
+    graph = captured([call])
+    graph.replay()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            graph.replay()
+            torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
+def sets_for(bytes_of_one: int, cold: bool, l2_bytes: int, most: int = 512) -> int:
+    """How many input sets one graph walks through: together over twice the L2 if cold, at most `most`."""
+    return max(4, min(most, math.ceil(2 * l2_bytes / max(1, bytes_of_one)))) if cold else 1
+
+
+def poison(*shapes_and_dtypes: tuple[Sequence[int], torch.dtype]) -> None:
+    """Fill freed memory with NaN, so that an output which is not written shows: the next allocations reuse it."""
+    held = [torch.full(tuple(shape), math.nan, dtype=dtype, device="cuda") for shape, dtype in shapes_and_dtypes]
+    del held
+
+
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """|result - reference| / |reference| in fp64; NaN where anything is."""
+    return float((result.double() - reference).norm() / reference.norm())
+
+
+@triton.jit
+def _copy(source, target, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
+    for step in tl.static_range(STEPS):
+        index = start + step * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + index, tl.load(source + index, mask=index < count), mask=index < count)
+
+
+@triton.jit
+def _read(source, target, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.static_range(STEPS):
+        index = start + step * BLOCK + tl.arange(0, BLOCK)
+        total += tl.load(source + index, mask=index < count, other=0.0)
+    tl.store(target + tl.program_id(0), tl.sum(total, axis=0))
+
+
+COPY_SWEEP = ((1024, 1, 4), (2048, 1, 8), (4096, 1, 8), (2048, 2, 4), (4096, 2, 8), (8192, 1, 8), (4096, 4, 8))
+"""(block, steps a program, warps)"""
+
+
+def copy_ceiling(total_bytes: int, l2_bytes: int, replays: int = 60) -> tuple[float, str]:
+    """Microseconds of the fastest Triton copy that moves `total_bytes`, half read, half written, cold; its layout."""
+    return _swept(_copy, total_bytes // 8, total_bytes // 8, total_bytes, l2_bytes, replays)
+
+
+def read_ceiling(total_bytes: int, l2_bytes: int, replays: int = 60) -> tuple[float, str]:
+    """Microseconds of the fastest Triton read of `total_bytes`, cold; its layout."""
+    return _swept(_read, total_bytes // 4, total_bytes // 4096, total_bytes, l2_bytes, replays)
+
+
+def _swept(
+    kernel: Any, count: int, out_count: int, total_bytes: int, l2_bytes: int, replays: int
+) -> tuple[float, str]:
+    sets = sets_for(total_bytes, True, l2_bytes)
+    source = torch.randn(sets, count, device="cuda")
+    target = torch.empty(sets, max(1, out_count), device="cuda")
+    best = (math.inf, "")
+    for block, steps, warps in COPY_SWEEP:
+        grid = (triton.cdiv(count, block * steps),)
+        calls = [
+            lambda i=i, grid=grid, block=block, steps=steps, warps=warps: kernel[grid](
+                source[i], target[i], count, block, steps, num_warps=warps
+            )
+            for i in range(sets)
+        ]
+        best = min(best, (graph_time(calls, replays).median, f"block {block} x {steps}, {warps} warps"))
+    return best
+
+
+def l2_bytes() -> int:
+    return int(torch.cuda.get_device_properties(0).L2_cache_size)
+
+
+def origin(commit: str = "") -> dict[str, Any]:
+    """Machine, versions, date and commit of a measurement."""
+    return {
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or _commit(),
+    }
+
+
+def _commit() -> str:
+    """The checked-out commit, with "+" if files differ from it; "unknown" outside of a checkout."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
+
+
+def gpu_slug() -> str:
+    """`h200` for "NVIDIA H200": the end of a result file's name."""
+    return torch.cuda.get_device_name(0).lower().replace("nvidia", "").replace("amd instinct", "").strip().replace(" ", "-")
+
+
+def write_results(name: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """`<folder>/<name>-<gpu>.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{gpu_slug()}.json"
+    path.write_text(json.dumps(results, indent=1, default=_plain) + "\n")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Timing) else str(value)
+
+
+@contextlib.contextmanager
+def only_warning(what: str) -> Iterator[None]:
+    """A peer that cannot run here must not end the benchmark: its error is printed, and its figures are missing."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+        print(f"{what} could not be measured: {type(error).__name__}: {str(error)[:300]}", flush=True)
