@@ -127,9 +127,7 @@ def read_ceiling(total_bytes: int, l2_bytes: int, replays: int = 60) -> tuple[fl
     return _swept(_read, total_bytes // 4, total_bytes // 4096, total_bytes, l2_bytes, replays)
 
 
-def _swept(
-    kernel: Any, count: int, out_count: int, total_bytes: int, l2_bytes: int, replays: int
-) -> tuple[float, str]:
+def _swept(kernel: Any, count: int, out_count: int, total_bytes: int, l2_bytes: int, replays: int) -> tuple[float, str]:
     sets = sets_for(total_bytes, True, l2_bytes)
     source = torch.randn(sets, count, device="cuda")
     target = torch.empty(sets, max(1, out_count), device="cuda")
@@ -174,7 +172,14 @@ def _commit() -> str:
 
 def gpu_slug() -> str:
     """`h200` for "NVIDIA H200": the end of a result file's name."""
-    return torch.cuda.get_device_name(0).lower().replace("nvidia", "").replace("amd instinct", "").strip().replace(" ", "-")
+    return (
+        torch.cuda.get_device_name(0)
+        .lower()
+        .replace("nvidia", "")
+        .replace("amd instinct", "")
+        .strip()
+        .replace(" ", "-")
+    )
 
 
 def write_results(name: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:

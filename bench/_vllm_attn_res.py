@@ -1,4 +1,4 @@
-"""vLLM's AttnRes Triton kernels, loaded alone: its two files, with the three vLLM modules that they import replaced.
+"""vLLM's AttnRes Triton kernels, loaded alone: its two files, with the few vLLM modules that they import replaced.
 
 The files come from a vLLM wheel (0.33 has them) and are not part of this repository:
 
@@ -35,11 +35,17 @@ def load(root: Path, vendor: str) -> Any:
     path = root / "vllm" / "models" / "kimi_k3" / vendor / "ops" / "attn_res.py"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
-    replaced = {
+    utilities = "vllm.model_executor.layers.quantization.utils"
+    replaced: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm._custom_ops": {},
         "vllm.platforms": {"current_platform": _Platform()},
         "vllm.triton_utils": {"tl": tl, "triton": triton},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.quantization": {},
+        utilities: {},
+        f"{utilities}.quant_utils": {"get_fp8_min_max": lambda: (-448.0, 448.0)},
     }
     for name, content in replaced.items():
         module = types.ModuleType(name)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class K3RewriteError(Exception):
     """Base of all errors raised on purpose. `place` says where ("file.yaml:12", "argument dtype"), `remedy` what to do."""
 
     exit_code = 2
+    report: Any = None
+    """the RunReport of the compilation that the error ended, if there is one: what was done up to there"""
 
     def __init__(self, message: str, *, place: str | None = None, remedy: str | None = None) -> None:
         self.message, self.place, self.remedy = message, place, remedy

@@ -6,7 +6,7 @@ It is chosen on AMD targets. The same source runs on NVIDIA through NVRTC or nvc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ def mix_rows(
     return out
 
 
-@lru_cache(maxsize=None)
+@cache
 def _function(defines: tuple[tuple[str, str], ...], device: torch.device) -> Any:
     """The kernel for these sizes, compiled and loaded on `device`, the current one."""
     from k3rewrite.emit.compiler import Missing, defines_text, find_compiler

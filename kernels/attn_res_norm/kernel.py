@@ -127,7 +127,7 @@ def _unit(arguments: Mapping[str, Any], target: Target, schedule: Schedule, bloc
         signature[name] = "i32"
         if columns % 16 == 0:
             aligned.add(name)
-    signature |= {name: "constexpr" for name in constants}
+    signature |= dict.fromkeys(constants, "constexpr")
     options: dict[str, Any] = {"maxnreg": schedule.max_registers} if schedule.max_registers and nvidia else {}
     return TritonUnit(
         function=kernels.attn_res_resident if schedule.resident else kernels.attn_res_streamed,

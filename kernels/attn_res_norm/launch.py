@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ def attn_res(
     mix: MixRows | None = None,
 ) -> Tensor:
     *blocks, prefix = sources
-    return (mix or mix_rows)(prefix, None, blocks, None, score_norm, score_proj, score_eps, None, 0.0, out_dtype=out_dtype)
+    return (mix or mix_rows)(
+        prefix, None, blocks, None, score_norm, score_proj, score_eps, None, 0.0, out_dtype=out_dtype
+    )
 
 
 def attn_res_norm(
@@ -182,7 +184,7 @@ def rows_view(tensor: Tensor) -> Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_facts(device: torch.device) -> tuple[str, int]:
     """Architecture and compute units of a device. "cpu" stands for Triton's interpreter."""
     from k3rewrite.targets.detect import device_arch

@@ -12,6 +12,8 @@ Optional parts are chosen at compile time: DELTA (prefix + delta, rounded to the
 prefix is written), NORM (the output norm; MIX and SCALE name the dtypes of its two roundings, "fp32" rounds nothing).
 """
 
+# ruff: noqa: RUF005  (Triton does not unpack tuples inside a tuple)
+
 from __future__ import annotations
 
 import triton

@@ -96,6 +96,13 @@ class Bf16Experts(RoutedExperts):
 class Mxfp4Experts(RoutedExperts):
     """Experts as packed bytes and E8M0 scales (see `mxfp4.py`); unpacked values are exact in the model's dtype."""
 
+    w13_packed: Tensor
+    w13_scale: Tensor
+    w2_packed: Tensor
+    w2_scale: Tensor
+    pairs: Tensor
+    scales: Tensor
+
     def __init__(
         self,
         config: KimiK3Config,

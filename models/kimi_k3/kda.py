@@ -44,6 +44,10 @@ class Heads(NamedTuple):
     g: Tensor
     beta: Tensor
 
+    def token(self, index: int) -> Heads:
+        """Those of one token of a window `[B, N, ...]`."""
+        return Heads(*(x[:, index] for x in self))
+
 
 class KimiDeltaAttention(nn.Module):
     """x `[T, d]` -> `[T, d]`; updates `conv` and `recurrent` (see `state.py`) in place."""
@@ -73,7 +77,7 @@ class KimiDeltaAttention(nn.Module):
         self.q_conv1d = ConvWeight(width, taps, dtype=dtype, device=device)
         self.k_conv1d = ConvWeight(width, taps, dtype=dtype, device=device)
         self.v_conv1d = ConvWeight(width, taps, dtype=dtype, device=device)
-        # Stored padded to the head dimension; only the first num_heads entries mean something, and a rank holds its own.
+        # Stored padded to the head dimension; only the first num_heads entries count, and a rank holds its own of them.
         stored = config.a_log_length if parallel.size == 1 else self.num_heads
         self.A_log = nn.Parameter(torch.empty(stored, dtype=math, device=device), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(width, dtype=math, device=device), requires_grad=False)
@@ -124,7 +128,7 @@ class KimiDeltaAttention(nn.Module):
         state = pool[plan.start].masked_fill(plan.start_dead, 0)
         outputs, states = [], []
         for token in range(plan.table.shape[1]):
-            out, state = delta_step(*(x[:, token] for x in heads), state)
+            out, state = delta_step(*heads.token(token), state)
             outputs.append(out)
             states.append(state)
         pool[plan.table] = torch.where(plan.table_dead, pool[0], torch.stack(states, dim=1))

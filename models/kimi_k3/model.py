@@ -32,7 +32,7 @@ from k3rewrite.models.kimi_k3.state import KimiK3State
 
 
 class VocabularyEmbedding(nn.Module):
-    """Token ids `[T]` -> `[T, d]`. A rank holds a range of rows; a token of another rank counts as zero before the sum."""
+    """Token ids `[T]` -> `[T, d]`. A rank holds a range of rows; tokens of other ranks are zero before the sum."""
 
     def __init__(
         self,

@@ -34,7 +34,11 @@ def scale_table(dtype: torch.dtype, device: torch.device | None = None) -> Tenso
 
 
 def dequantise(packed: Tensor, scale: Tensor, pairs: Tensor, scales: Tensor) -> Tensor:
-    """`[..., rows, columns]` in the tables' dtype, from packed `[..., rows, columns/2]` and scale `[..., rows, columns/32]`."""
+    """`[..., rows, columns]` in the tables' dtype.
+
+    packed `[..., rows, columns/2]` and scale `[..., rows, columns/32]` uint8; tables as above. The product is exact
+    wherever the dtype holds it: 6 * 2^127 is beyond fp32 and bf16, and becomes infinite there.
+    """
     groups = (*scale.shape, MXFP4_GROUP)
     return (pairs[packed.int()].view(groups) * scales[scale.int()].unsqueeze(-1)).flatten(-2)
 

@@ -10,6 +10,7 @@ Collectives are the functional ones (`_c10d_functional`), so that a captured gra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ class TensorParallel:
             return cls()
         if isinstance(group, TensorParallel):
             return group
-        # Importing it registers the functional collectives and marks their waits as effects.
-
+        # Registers the functional collectives and marks their waits as effects.
+        import_module("torch.distributed._functional_collectives")
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         return cls(size=dist.get_world_size(group), rank=dist.get_rank(group), group_name=group.group_name)

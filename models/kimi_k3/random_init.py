@@ -65,7 +65,7 @@ def _generator(like: Tensor, seed: int, name: str, rank: int) -> torch.Generator
 
 
 def _normal(tensor: Tensor, std: float, generator: torch.Generator, mean: float = 0.0) -> None:
-    """Drawn in fp32 whatever the dtype, so that models of different dtypes with one seed are roundings of each other."""
+    """Drawn in fp32 whatever the dtype: models of different dtypes with one seed are roundings of each other."""
     drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32)
     tensor.copy_(drawn * std + mean)
 

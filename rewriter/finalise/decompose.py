@@ -21,34 +21,23 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from k3rewrite import _torch_private as private
+from k3rewrite.binding import REASON_KEY
 from k3rewrite.errors import ContractError
 from k3rewrite.finalise import splice
 from k3rewrite.graph import effects
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.report.schema import Decomposed
 from k3rewrite.vocabulary import NAMESPACE, Op
 
-REASON_KEY = "k3_reason"
-"""node.meta key under which `select` leaves the reason why it bound no kernel"""
-
 Table = Mapping[Any, Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class ExpansionRecord:
-    """A `k3::` op that was expanded to its reference, and why."""
-
-    node: str
-    op: str
-    reason: str
-    source: str
 
 
 @dataclass
 class Expansion:
     """What `decompose` did. `guards` are guards that tracing a body added (none, if all bodies are well written)."""
 
-    records: list[ExpansionRecord] = field(default_factory=list)
+    records: list[Decomposed] = field(default_factory=list)
     expanded: int = 0
     traces: int = 0
     guards: list[str] = field(default_factory=list)
@@ -81,9 +70,9 @@ def decompose(module: GraphModule, ops: Mapping[torch._ops.OpOverload, Op], tabl
     return expander.result
 
 
-def _record(node: Node, op: Op) -> ExpansionRecord:
+def _record(node: Node, op: Op) -> Decomposed:
     reason = node.meta.get(REASON_KEY) or "no kernel was chosen for it"
-    return ExpansionRecord(node.name, op.name, reason, source_line(node))
+    return Decomposed(op=op.name, site=node.name, source=source_line(node), reason=reason)
 
 
 class _Expander:

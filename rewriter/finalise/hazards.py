@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from k3rewrite.finalise.splice import add_eager_input_values, fresh_value
 from k3rewrite.graph import effects
 from k3rewrite.graph.provenance import inherit_meta, source_line
+from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import Root, StorageMap, tensor_value
 from k3rewrite.inplace_variant import ensure_registered
 from k3rewrite.vocabulary import Cost, Op, tensor_bytes
@@ -88,7 +89,7 @@ def keep_reads_before_writes(module: GraphModule) -> list[Hazard]:
     found: list[tuple[Node, Node, Node]] = []
     for node in graph.nodes:
         source = _source(node)
-        if source is None or node in (n for n, _, _ in found):
+        if source is None:
             continue
         for root in storage.roots(source):
             write = _endangering_write(storage, node, root)
@@ -123,18 +124,12 @@ def _endangering_write(storage: StorageMap, node: Node, root: Root) -> Node | No
         value, source = tensor_value(node), tensor_value(_source(node) or node)
         same_width = value is not None and source is not None and value.dtype.itemsize == source.dtype.itemsize
         return None if same_width and node.target is _aten.view.dtype else later[0]
-    if not _may_be_dropped(node):
-        return None
-    last = max(storage.position[user] for user in _readers(node)) if node.users else -1
-    return later[0] if last >= storage.position[later[0]] else None
-
-
-def _may_be_dropped(node: Node) -> bool:
-    """Inductor drops a copy only if it changes neither shape, dtype nor device."""
-    value, source = tensor_value(node), tensor_value(_source(node) or node)
-    if value is None or source is None:
-        return True
-    return value.dtype == source.dtype and value.device == source.device and value.dim() == source.dim()
+    if metadata_difference(tensor_value(_source(node) or node), tensor_value(node)) is not None:
+        return None  # Inductor drops a copy only if nothing about it differs
+    last = max((storage.position[user] for user in _readers(node)), default=-1)
+    write, place = later[0], storage.position[later[0]]
+    # a plain copy reads its source before it writes; what another op reads and writes at once must be apart
+    return write if last > place or (last == place and write.target is not _aten.copy_.default) else None
 
 
 def _readers(node: Node) -> set[Node]:

@@ -75,7 +75,7 @@ def reinplace(module: GraphModule) -> list[ReuseRecord]:
     for offer in plan.accepted:
         _write_in_place(graph, offer)
     for offer in plan.already_there:
-        offer.node.replace_all_uses_with(offer.value)
+        offer.node.replace_all_uses_with(_whole(offer.node))
         graph.erase_node(offer.node)
     for copy in plan.superfluous:
         drop_copy(copy)
@@ -103,8 +103,8 @@ def _offers(node: Node) -> Sequence[Offer]:
 
 
 @lru_cache(maxsize=256)
-def _first_parameter(target: torch._ops.OpOverload) -> str:
-    return target._schema.arguments[0].name
+def _first_parameter(target: Any) -> str:
+    return str(target._schema.arguments[0].name)
 
 
 def _where(node: Node) -> list[Any]:
@@ -118,9 +118,16 @@ def _write_in_place(graph: Graph, offer: Offer) -> None:
         if node.target in IN_PLACE:
             new = graph.call_function(IN_PLACE[node.target], node.args, dict(node.kwargs))
         else:
-            part = graph.call_function(PART_OF[node.target], (offer.value, *_where(node)))
+            part = graph.call_function(PART_OF[node.target], (_whole(node), *_where(node)))
             inherit_meta(part, [node], PASS_NAME)
-            new = graph.call_function(_aten.copy_.default, (part, offer.source))
+            new = graph.call_function(_aten.copy_.default, (part, bound_arguments(node)["src"]))
     inherit_meta(new, [node], PASS_NAME)
-    node.replace_all_uses_with(offer.value)
+    node.replace_all_uses_with(_whole(node))
     graph.erase_node(node)
+
+
+def _whole(node: Node) -> Node:
+    """What the scatter changes a part of, as it is now: an earlier scatter of the chain may have been replaced."""
+    value = bound_arguments(node)[_first_parameter(node.target)]
+    assert isinstance(value, Node)
+    return value

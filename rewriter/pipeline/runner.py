@@ -1,6 +1,6 @@
 """Run a pipeline over a captured graph: each pass in order, the contract after each, a report of each.
 
-    reports = run_pipeline(captured.module, config, context, names)
+    run_pipeline(captured.module, passes, context, names, reports)
 
 Between two passes the graph is always well-formed and means the same; nothing is rolled back, because nothing wrong is
 ever put in place (see patterns/rewrite.py).
@@ -61,12 +61,13 @@ def run_pipeline(
     passes: Sequence[tuple[Pass, PassConfig]],
     context: PassContext,
     names: Mapping[str, Value],
+    reports: list[PassReport],
     *,
     level: Level = "aten",
     after_pass: AfterPass | None = None,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[PassReport]:
-    """Rewrite `module` in place. `names` are the values that `expect` and `when` may use; `n_layers` is read off the
+) -> None:
+    """Rewrite `module` in place and append a report of each pass to `reports`, also of one that fails. `names` are the values that `expect` and `when` may use; `n_layers` is read off the
     graph when it is not among them.
 
     Raises ContractError if a pass breaks the contract, ExpectationError (after that pass was dumped) if the number of
@@ -75,7 +76,6 @@ def run_pipeline(
     contract = GraphContract.of(module) if level == "aten" else None
     names = {"n_layers": count_layers(module.graph), **names}
     costs = _GraphCost(context.ops)
-    reports: list[PassReport] = []
     announced: set[str] = set()
     for index, (made, entry) in enumerate(passes):
         if made.level != level:
@@ -100,7 +100,6 @@ def run_pipeline(
         if after_pass is not None:
             after_pass(index, module, report)
         _check_expectation(report, entry, names)
-    return reports
 
 
 def _check_expectation(report: PassReport, entry: PassConfig, names: Mapping[str, Value]) -> None:

@@ -173,8 +173,8 @@ class _Flow:
         for source, sink in self.edges:  # sorted and always forward, so a source's depth is final when it is read
             depth[sink] = max(depth[sink], depth[source] + 1)
         rows: list[list[int]] = [[] for _ in range(max(depth, default=-1) + 1)]
-        for number, row in enumerate(depth):
-            rows[row].append(number)
+        for number, row_number in enumerate(depth):
+            rows[row_number].append(number)
         self.place: dict[int, tuple[float, float]] = {}
         self.w = max((self._row_width(row) for row in rows), default=0.0)
         y = 0.0

@@ -1,0 +1,295 @@
+"""AttnRes with its output norm on one GPU: ours against eager, Inductor and vLLM's Triton kernels.
+
+    python bench/attn_res_norm.py --peers .peers/vllm33      all figures, to bench/results/attn_res_norm-<gpu>.json
+    python bench/attn_res_norm.py --sweep                    every schedule, to choose the table in schedule.py
+
+What is timed, for everyone: prefix + delta (rounded to bf16, stored), depth mix of the stored blocks and the new
+prefix, output norm; bf16 in, bf16 out, 7168 columns. Without delta the prefix is only read. Protocol: _harness.py.
+Eager and Inductor run the vendor's chain with its roundings as written in the model code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import _harness as harness
+import _vllm_attn_res as vllm
+import torch
+from torch import Tensor
+
+from k3rewrite.kernels.attn_res_norm import hip_kernel, launch
+from k3rewrite.kernels.attn_res_norm.op import attn_res_norm as reference
+from k3rewrite.kernels.attn_res_norm.schedule import Schedule, schedule_for
+
+COLUMNS = 7168
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
+EPS = 1e-5
+FEWEST = dict.fromkeys(("compute_dtype", "mix_dtype", "scale_dtype"), torch.float32) | {"out_dtype": torch.bfloat16}
+EXACT = FEWEST | {"mix_dtype": torch.bfloat16, "scale_dtype": torch.bfloat16}
+IN_FP64 = dict.fromkeys(FEWEST, torch.float64)
+
+Call = Callable[[int], Any]
+"""runs on input set i"""
+
+
+@dataclass
+class Inputs:
+    """`sets` independent input sets. `blocks` is a slice of a bank of eight slots, as in the model."""
+
+    bank: Tensor
+    prefix: Tensor
+    delta: Tensor | None
+    score_norm: Tensor
+    score_proj: Tensor
+    norm_weight: Tensor
+    blocks: int
+
+    @property
+    def rows(self) -> int:
+        return self.prefix.shape[1]
+
+    def block_slice(self, i: int) -> Tensor:
+        return self.bank[i, :, : self.blocks]
+
+
+def make_inputs(rows: int, sources: int, with_delta: bool, sets: int) -> Inputs:
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+    return Inputs(
+        bank=normal(sets, rows, 8, COLUMNS),
+        prefix=normal(sets, rows, COLUMNS),
+        delta=normal(sets, rows, COLUMNS) if with_delta else None,
+        score_norm=1 + normal(COLUMNS, scale=0.1),
+        score_proj=normal(1, COLUMNS, scale=2 / COLUMNS**0.5),
+        norm_weight=1 + normal(COLUMNS, scale=0.1),
+        blocks=sources - 1,
+    )
+
+
+def moved_bytes(rows: int, sources: int, with_delta: bool) -> int:
+    """What one fused launch must move: each source, delta and weight once; the result and the new prefix once."""
+    row = COLUMNS * 2
+    return rows * row * (sources + 1 + (2 if with_delta else 0)) + 3 * row
+
+
+def vendor_chain(
+    prefix: Tensor, delta: Tensor | None, blocks: Tensor, score_norm: Tensor, score_proj: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The model's own code: mix in fp32, rounded; RMSNorm in fp32, rounded; times the bf16 weight."""
+    if delta is not None:
+        prefix = prefix + delta
+    values = torch.cat([blocks, prefix.unsqueeze(1)], dim=1).float()
+    rstd = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + EPS)
+    scores = (values * rstd * (score_norm.float() * score_proj.float())).sum(-1, keepdim=True)
+    mix = (scores.softmax(1) * values).sum(1).bfloat16().float()
+    return prefix, norm_weight * (mix * torch.rsqrt(mix.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
+
+
+def ours(data: Inputs, mix: launch.MixRows | None = None, dtypes: dict[str, torch.dtype] = FEWEST) -> Call:
+    weights = (data.score_norm, data.score_proj, EPS, data.norm_weight, EPS)
+
+    def call(i: int) -> tuple[Tensor, Tensor]:
+        blocks = [data.block_slice(i)]
+        if data.delta is None:
+            return data.prefix[i], launch.attn_res_norm(data.prefix[i], blocks, *weights, **dtypes, mix=mix)
+        result = launch.add_attn_res_norm(data.prefix[i], data.delta[i], blocks, *weights, **dtypes, mix=mix)
+        assert isinstance(result, tuple)
+        return result
+
+    return call
+
+
+def eager(data: Inputs, chain: Callable[..., Any] = vendor_chain) -> Call:
+    weights = (data.score_norm, data.score_proj, data.norm_weight)
+    return lambda i: chain(data.prefix[i], None if data.delta is None else data.delta[i], data.block_slice(i), *weights)
+
+
+def inductor(data: Inputs) -> Call:
+    torch._dynamo.reset()
+    return eager(data, torch.compile(vendor_chain, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True))
+
+
+def vllm_call(data: Inputs, attn_res: Any) -> Call:
+    """vLLM updates the prefix in place, so it drifts over replays; the time does not depend on it."""
+    weights = (data.score_norm, data.score_proj.reshape(-1), data.norm_weight)
+
+    def call(i: int) -> tuple[Tensor, Tensor]:
+        delta = None if data.delta is None else data.delta[i]
+        normed = attn_res(data.prefix[i], delta, data.bank[i], *weights, data.blocks, -1, EPS, EPS)
+        return data.prefix[i], normed
+
+    return call
+
+
+def check(data: Inputs, call: Call) -> dict[str, float | bool]:
+    """Error of the result against fp64 on set 0, and whether the prefix is bit-equal to eager's addition."""
+    before = data.prefix[0].clone()
+    expected = before if data.delta is None else before + data.delta[0]
+    exact = reference(
+        expected.double(), [data.block_slice(0).double()], data.score_norm.double(), data.score_proj.double(), EPS,
+        data.norm_weight.double(), EPS, **IN_FP64,
+    )  # fmt: skip
+    call(0)  # compile
+    data.prefix[0].copy_(before)
+    harness.poison((before.shape, torch.bfloat16), (before.shape, torch.bfloat16))
+    prefix, normed = call(0)
+    result = {"error": harness.relative_error(normed, exact), "prefix_equal": torch.equal(prefix, expected)}
+    data.prefix[0].copy_(before)
+    return result
+
+
+def timed(data: Inputs, call: Call, sets: int, replays: int) -> harness.Timing:
+    return harness.graph_time([functools.partial(call, i) for i in range(sets)], replays)
+
+
+def measure(
+    rows: int, sources: int, with_delta: bool, variants: list[str], peers: dict[str, Any], replays: int
+) -> dict[str, Any]:
+    """Every variant at one shape: cold and warm time, error, kernels; with the ceilings of the same bytes."""
+    size, l2 = moved_bytes(rows, sources, with_delta), harness.l2_bytes()
+    sets = harness.sets_for(size, True, l2)
+    data = make_inputs(rows, sources, with_delta, sets)
+    copy_us, copy_layout = harness.copy_ceiling(size, l2)
+    entry: dict[str, Any] = {
+        "rows": rows, "sources": sources, "delta": with_delta, "bytes": size, "sets": sets,
+        "floor_us": size / 4.8e6, "copy_us": copy_us, "copy_layout": copy_layout, "variants": {},
+    }  # fmt: skip
+    for name in variants:
+        with harness.only_warning(f"{name}, {rows} rows, {sources} sources"):
+            call = make_call(name, data, peers)
+            found = check(data, call)
+            cold = timed(data, call, sets, replays)
+            warm = harness.graph_time([functools.partial(call, 0)] * 64, replays)
+            entry["variants"][name] = {
+                **found, "us": asdict(cold), "warm_us": warm.median, "TB_s": size / cold.median / 1e6,
+                "of_copy": copy_us / cold.median, "kernels": harness.kernel_names(functools.partial(call, 0)),
+            }  # fmt: skip
+    show(entry)
+    return entry
+
+
+def make_call(name: str, data: Inputs, peers: dict[str, Any]) -> Call:
+    chosen = schedule_for(launch.device_facts(data.prefix.device)[0], data.rows, data.blocks + 1, COLUMNS, 2)
+    if name == "ours":
+        call = ours(data)
+    elif name == "ours, exact":
+        call = ours(data, dtypes=EXACT)
+    elif name == "ours, no dependent launch":
+        plain = Schedule(**(asdict(chosen) | {"dependent_launch": False}))
+        call = ours(data, functools.partial(launch.mix_rows, schedule=plain))
+    elif name == "ours, HIP source":
+        call = ours(data, hip_kernel.mix_rows)
+    elif name == "eager":
+        call = eager(data)
+    elif name == "inductor":
+        call = inductor(data)
+    else:
+        call = vllm_call(data, peers[name])
+    wanted = {"ours": "attn_res_", "vllm": "_attn_res_kernel"}.get(name.split(",")[0].split(" ")[0])
+    if wanted:
+        names = harness.kernel_names(functools.partial(call, 0))
+        assert len(names) == 1 and wanted in names[0], f"{name} ran {names}"
+    return call
+
+
+def show(entry: dict[str, Any]) -> None:
+    print(
+        f"rows {entry['rows']:5d}  sources {entry['sources']}  delta {entry['delta']!s:5}  "
+        f"{entry['bytes'] / 1e6:9.3f} MB  floor {entry['floor_us']:7.2f}  copy {entry['copy_us']:7.2f}"
+    )
+    for name, found in entry["variants"].items():
+        print(
+            f"    {name:26s} {found['us']['median']:9.2f} us  warm {found['warm_us']:9.2f}  "
+            f"{found['of_copy'] * 100:5.1f} % of copy  error {found['error']:.2e}  prefix equal "
+            f"{found['prefix_equal']}  {len(found['kernels'])} kernels",
+            flush=True,
+        )
+
+
+SWEEP = (
+    [Schedule(True, warps, dependent_launch=pdl) for warps in (8, 16) for pdl in (False, True)]
+    + [
+        Schedule(False, warps, stages, max_registers=registers)
+        for warps, limits in ((4, (0, 168)), (8, (0, 128, 80)), (16, (0, 64)))
+        for stages in (1, 2, 3, 4)
+        for registers in limits
+    ]
+    + [Schedule(False, warps, 3, programs_per_cu=programs) for warps, programs in ((4, 2), (8, 2), (16, 1), (16, 2))]
+)
+
+
+def sweep(rows_list: list[int], replays: int) -> list[dict[str, Any]]:
+    """Every schedule of SWEEP at 9 sources with delta; the ten best of each row count are printed."""
+    results = []
+    for rows in rows_list:
+        size, l2 = moved_bytes(rows, 9, True), harness.l2_bytes()
+        sets = min(harness.sets_for(size, True, l2), 128)
+        data = make_inputs(rows, 9, True, sets)
+        copy_us, _ = harness.copy_ceiling(size, l2, 20)
+        found = []
+        for schedule in SWEEP:
+            if schedule.programs_per_cu and rows < 512:
+                continue
+            call = ours(data, functools.partial(launch.mix_rows, schedule=schedule))
+            error = check(data, call)["error"]
+            found.append((timed(data, call, sets, replays).median, error, schedule))
+        for threads in (448, 896):
+            call = ours(data, functools.partial(hip_kernel.mix_rows, threads=threads))
+            error = check(data, call)["error"]
+            found.append((timed(data, call, sets, replays).median, error, f"HIP source, {threads} threads"))
+        found.sort(key=lambda item: item[0])
+        print(f"rows {rows}: copy {copy_us:.2f} us, median of all {statistics.median(x[0] for x in found):.2f} us")
+        for us, error, schedule in found[:10]:
+            print(f"    {us:8.2f} us  {copy_us / us * 100:5.1f} % of copy  error {error:.2e}  {schedule}", flush=True)
+        results += [
+            {"rows": rows, "us": us, "copy_us": copy_us, "error": error, "schedule": str(schedule)}
+            for us, error, schedule in found
+        ]
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, help="folder with vLLM's files")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    parser.add_argument("--commit", default="", help="what to record where git is not at hand")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--replays", type=int, default=200)
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    results: dict[str, Any] = {"origin": harness.origin(options.commit)}
+    print(json.dumps(results["origin"]))
+    if options.sweep:
+        results["sweep"] = sweep(options.rows, options.replays)
+        print(harness.write_results("attn_res_norm-sweep", results, options.out))
+        return
+    peers: dict[str, Any] = {}
+    for vendor in ("nvidia", "amd"):
+        with harness.only_warning(f"vLLM's {vendor} kernel"):
+            if options.peers is None:
+                raise FileNotFoundError("--peers was not given")
+            peers[f"vllm, {vendor}"] = vllm.load(options.peers, vendor)
+    few = ["ours", "ours, no dependent launch", *peers, "inductor"]
+    results["entries"] = []
+    for rows in options.rows:
+        variants = [*few, "ours, exact", "ours, HIP source", "eager"]
+        results["entries"].append(measure(rows, 9, True, variants, peers, options.replays))
+    for rows in sorted({1, 32, 4096} & set(options.rows)):
+        for sources in range(1, 9):
+            variants = few if sources in (1, 2, 5) else few[:-1]
+            results["entries"].append(measure(rows, sources, True, variants, peers, options.replays))
+        results["entries"].append(measure(rows, 9, False, few, peers, options.replays))
+    print(harness.write_results("attn_res_norm", results, options.out))
+
+
+if __name__ == "__main__":
+    main()

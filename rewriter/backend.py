@@ -1,0 +1,131 @@
+"""The torch.compile backend.
+
+    torch.compile(model, backend="k3rewrite")
+    torch.compile(model, backend="k3rewrite", options={"pipeline": "kimi-k3-decode", "target": "mi355x",
+                                                       "dump": "runs", "verify": "end-to-end", "finalise": "eager",
+                                                       "names": {"n_layers": 93}})
+
+    pipeline  name of a shipped pipeline, a YAML file, or its content as a mapping   (default: "default")
+    target    a target's name or file, or "auto" for the device at hand              (default: the pipeline's)
+    dump      folder in which each compiled graph leaves a fresh run-NNN             (default: nothing on disk)
+    verify    "none", "regions", "end-to-end" or "all"                               (default: the pipeline's)
+    finalise  "inductor" or "eager"                                                  (default: the pipeline's)
+    names     values that `expect` and `when` of the pipeline may use
+
+A `Backend` made by hand does the same and keeps the reports: `backend = Backend(options)`, `backend.reports`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from k3rewrite.capture import lower
+from k3rewrite.compilation import Compilation
+from k3rewrite.errors import ConfigError, did_you_mean
+from k3rewrite.passes import PASSES
+from k3rewrite.pipeline.config import load_pipeline
+from k3rewrite.pipeline.expressions import Value
+from k3rewrite.report.run_folder import RunFolder
+from k3rewrite.report.schema import RunInfo, RunReport
+from k3rewrite.report.versions import describe_versions
+from k3rewrite.targets import known_targets, load_target
+
+OPTIONS = ("pipeline", "target", "dump", "verify", "finalise", "names")
+VERIFY = {
+    "none": (False, False),
+    "regions": (True, False),
+    "end-to-end": (False, True),
+    "all": (True, True),
+}
+FINALISE = ("inductor", "eager")
+PLACE = "options of backend 'k3rewrite'"
+
+
+class Backend:
+    """A torch.compile backend with its settings checked when it is made. `reports` has one entry a compiled graph."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        options = dict(options or {})
+        for name in options:
+            if name not in OPTIONS:
+                raise ConfigError(f"unknown option '{name}'", place=PLACE, remedy=did_you_mean(str(name), OPTIONS))
+        pipeline = load_pipeline(
+            options.get("pipeline", "default"), known_passes=PASSES, known_targets=known_targets()
+        )
+        regions, end_to_end = _choice(options, "verify", VERIFY) or (None, None)
+        self.pipeline = pipeline.override(
+            target=_text(options, "target"),
+            regions=regions,
+            end_to_end=end_to_end,
+            finalise=_choice(options, "finalise", dict(zip(FINALISE, FINALISE, strict=True))),  # type: ignore[arg-type]
+        )
+        self.target = load_target(self.pipeline.target)
+        self.names = _names(options)
+        dump = options.get("dump")
+        if dump is not None and not isinstance(dump, (str,)) and not hasattr(dump, "__fspath__"):
+            raise ConfigError(f"dump is {dump!r}", place=PLACE, remedy="give the folder for dumps as a path")
+        self.dump = dump
+        self.reports: list[RunReport] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
+        """Compile one Dynamo graph."""
+        report = RunReport(
+            info=RunInfo(
+                model="torch.compile",
+                target=self.target.name,
+                pipeline=self.pipeline.name,
+                **describe_versions(),
+            )
+        )
+        self.reports.append(report)
+        folder = RunFolder.create(self.dump) if self.dump is not None else None
+        report.folder = folder.path if folder else None
+        if folder is not None:
+            folder.write("pipeline.yaml", self.pipeline.to_yaml())
+        compilation = Compilation(self.pipeline, self.target, report, self.names, folder)
+        compilation.rewrite_dynamo(module)
+        return lower(module, inputs, compilation)
+
+
+def k3rewrite(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Entry point of `torch.compile(model, backend="k3rewrite", options={...})`."""
+    if mode is not None:
+        raise ConfigError(
+            f"mode={mode!r} is not an option of this backend",
+            place=PLACE,
+            remedy="leave 'mode' out; settings go into options={...}",
+        )
+    return Backend(options)(module, inputs)
+
+
+def _choice(options: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:
+    value = options.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} is {value!r}", place=PLACE, remedy=did_you_mean(str(value), choices))
+    return choices[value]
+
+
+def _text(options: Mapping[str, Any], name: str) -> str | None:
+    value = options.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}", place=PLACE, remedy="give a name or a file")
+    return value
+
+
+def _names(options: Mapping[str, Any]) -> dict[str, Value]:
+    names = options.get("names") or {}
+    if not isinstance(names, Mapping):
+        raise ConfigError(f"names is {names!r}", place=PLACE, remedy="give a mapping of names to numbers or texts")
+    for key, value in names.items():
+        if not isinstance(key, str) or not isinstance(value, (bool, int, float, str)):
+            raise ConfigError(f"names[{key!r}] is {value!r}", place=PLACE, remedy="give a number or a text")
+    return dict(names)
+
+

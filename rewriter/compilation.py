@@ -1,0 +1,140 @@
+"""One compilation: a captured graph goes through a pipeline and becomes a callable, with a report of everything.
+
+    captured -> passes -> kernels emitted -> finalised (Inductor or eager) -> callable
+                  \\-> graphs/NN-pass.txt|svg   \\-> kernels/<target>/...       report.json
+
+`Compilation` is what the backend makes for each graph that Dynamo hands over, and what the command line drives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from k3rewrite._torch_private import detect_fake_mode, make_boxed
+from k3rewrite.binding import KERNEL_KEY
+from k3rewrite.capture import Captured
+from k3rewrite.checks.end_to_end import EndToEndCheck
+from k3rewrite.checks.regions import region_check
+from k3rewrite.emission import emit_kernels
+from k3rewrite.errors import K3RewriteError
+from k3rewrite.finalise import finalise_eager, finalise_inductor
+from k3rewrite.kernels import KERNELS, OPS
+from k3rewrite.passes import PASSES
+from k3rewrite.pipeline.config import PipelineConfig
+from k3rewrite.pipeline.expressions import Value
+from k3rewrite.pipeline.pass_base import PassContext
+from k3rewrite.pipeline.runner import build_passes, run_pipeline
+from k3rewrite.report.dump import Dumper, trace_report
+from k3rewrite.report.run_folder import RunFolder
+from k3rewrite.report.schema import EndToEnd, RunReport
+from k3rewrite.targets import Target
+
+Progress = Callable[[str], None]
+FINALISERS = MappingProxyType({"inductor": finalise_inductor, "eager": finalise_eager})
+
+
+@dataclass
+class Compilation:
+    """Settings of one compilation and the report that it fills.
+
+    `run=False` stops before code is generated: the result returns fake tensors. `folder` None leaves nothing on disk.
+    """
+
+    pipeline: PipelineConfig
+    target: Target
+    report: RunReport
+    names: Mapping[str, Value] = field(default_factory=dict)
+    folder: RunFolder | None = None
+    run: bool = True
+    progress: Progress = lambda text: None
+
+    def __post_init__(self) -> None:
+        self.passes = build_passes(self.pipeline, PASSES)
+
+    def rewrite_dynamo(self, module: torch.fx.GraphModule) -> None:
+        """Passes that work on Dynamo's graph, before it is lowered."""
+        run_pipeline(
+            module, self.passes, self._context(), self.names, self.report.passes, level="dynamo", progress=self.progress
+        )
+
+    def __call__(self, captured: Captured) -> Callable[..., Any]:
+        """The compiled function of a captured graph, which is changed. The report is written even if an error ends it."""
+        try:
+            return self._compile(captured)
+        except K3RewriteError as error:
+            self.report.error = str(error)
+            error.report = self.report
+            raise
+        finally:
+            self.write_report()
+
+    def write_report(self) -> None:
+        """Write report.json (again: a run adds to it)."""
+        if self.folder is not None:
+            self.folder.write_report(self.report)
+        trace_report(self.report)
+
+    def _context(self) -> PassContext:
+        verify = self.pipeline.verify.regions and self.run
+        folder = self.folder.path / "mismatches" if self.folder is not None else None
+        return PassContext(self.target, OPS, KERNELS, region_check(folder=folder) if verify else None)
+
+    def _compile(self, captured: Captured) -> Callable[..., Any]:
+        module, timings = captured.module, self.report.timings
+        end_to_end = None
+        if self.pipeline.verify.end_to_end and self.run:
+            end_to_end = EndToEndCheck(captured.fresh(), self._verified)
+        dumper = Dumper(self.folder, self.pipeline.dump, module)
+        run_pipeline(
+            module, self.passes, self._context(), self.names, self.report.passes,
+            after_pass=dumper, progress=self.progress,
+        )  # fmt: skip
+        timings.passes_s = sum(p.seconds for p in self.report.passes)
+
+        started = time.perf_counter()
+        self.progress("emit")
+        self.report.kernels += emit_kernels(module, self.target, self.folder, executed=self._executed(module))
+        timings.emit_s = time.perf_counter() - started
+        if not self.run:
+            return make_boxed(lambda *inputs: _fake_outputs(captured))
+
+        started = time.perf_counter()
+        self.progress(f"finalise ({self.pipeline.finalise})")
+        if end_to_end is not None:
+            end_to_end.expose_choices(module)
+        finalise = FINALISERS[self.pipeline.finalise]
+        compiled = finalise(
+            module, captured.inputs, captured.static_inputs, ops={op.overload: op for op in OPS.values()}
+        )
+        self.report.decomposed += compiled.expanded
+        timings.finalise_s = time.perf_counter() - started
+        return end_to_end.wrap(compiled) if end_to_end is not None else compiled
+
+    def _verified(self, result: EndToEnd) -> None:
+        self.report.end_to_end = result
+        self.write_report()
+
+    def _executed(self, module: torch.fx.GraphModule) -> str:
+        """Where bound kernels of this graph run: on the GPU that holds the tensors, else their reference does."""
+        if not self.run:
+            return "no"
+        for node in module.graph.nodes:
+            value = node.meta.get("val")
+            if KERNEL_KEY in node.meta and isinstance(value, (tuple, list)):
+                value = value[0]
+            if KERNEL_KEY in node.meta and isinstance(value, torch.Tensor) and value.device.type == "cuda":
+                return torch.cuda.get_device_name(value.device)
+        return "reference"
+
+
+def _fake_outputs(captured: Captured) -> tuple[Any, ...]:
+    outputs = captured.module.graph.output_node().args[0]
+    mode = detect_fake_mode([n.meta.get("val") for n in captured.module.graph.find_nodes(op="placeholder")])
+    assert mode is not None
+    return tuple(o.meta["val"] if isinstance(o, torch.fx.Node) else o for o in outputs)  # type: ignore[union-attr]

@@ -1,0 +1,144 @@
+"""What `k3rewrite compile` does: build the model, compile it, run it, report.
+
+    compile_model(request, progress) -> RunReport      (also in <out>/run-NNN/report.json)
+
+Without a run (`--no-run`) everything is built and traced on fake tensors: the 93-layer model needs no weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from k3rewrite._torch_private import FakeTensorMode
+from k3rewrite.capture import dynamo, lower, run_captured
+from k3rewrite.compilation import Compilation, Progress
+from k3rewrite.errors import ConfigError
+from k3rewrite.factory import build_from_factory
+from k3rewrite.pipeline.expressions import Value
+from k3rewrite.ranks import rank_group
+from k3rewrite.report.run_folder import RunFolder
+from k3rewrite.report.schema import RunInfo, RunReport
+from k3rewrite.report.versions import describe_versions
+from k3rewrite.request import KIMI_K3, CompileRequest
+from k3rewrite.targets import Target, load_target
+
+Built = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+
+def compile_model(request: CompileRequest, progress: Progress = lambda text: None) -> RunReport:
+    """Compile what `request` names; `progress` is told each stage.
+
+    Raises the errors of `k3rewrite.errors`; the report is on disk by then, with the error in it.
+    """
+    started = time.perf_counter()
+    target = load_target(request.target)
+    config = _kimi_config(request) if request.model == KIMI_K3 else None
+    report = RunReport(info=_info(request, target))
+    folder = RunFolder.create(request.out)
+    report.folder = folder.path
+    folder.write("pipeline.yaml", request.pipeline.to_yaml())
+    names = {**_run_names(request, target), **(_model_names(config) if config is not None else {})}
+    compilation = Compilation(request.pipeline, target, report, names, folder, request.run, progress)
+    with rank_group(request.rank, request.tp) as group, _tensors(request.run):
+        progress("build the model")
+        model, args, kwargs = _build(request, config, group, _device(request, target))
+        progress("trace")
+        _compile(compilation, model, args, kwargs)
+    report.timings.total_s = time.perf_counter() - started
+    compilation.write_report()
+    return report
+
+
+def _compile(
+    compilation: Compilation, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    timings = compilation.report.timings
+    started = time.perf_counter()
+    lowered: list[float] = []
+
+    def compiler(captured: Any) -> Callable[..., Any]:
+        timings.capture_s = time.perf_counter() - started
+        function = compilation(captured)
+        lowered.append(time.perf_counter())
+        return function
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compilation.rewrite_dynamo(module)
+        return lower(module, inputs, compiler)
+
+    dynamo.reset()
+    run_captured(model, backend, args, kwargs)
+    if not lowered:
+        raise ConfigError("the model computes nothing on tensors", place="MODEL", remedy="give a model that does")
+    if compilation.run:
+        timings.run_s = time.perf_counter() - lowered[0]
+
+
+def _build(request: CompileRequest, config: Any, group: Any, device: str) -> Built:
+    if config is None:
+        settings = {
+            "phase": request.phase, "batch": request.batch, "tokens": request.tokens, "context": request.context,
+            "dtype": request.torch_dtype, "device": device, "seed": request.seed,
+        }  # fmt: skip
+        return build_from_factory(request.model, settings, asked=request.given)
+    from k3rewrite.models.kimi_k3 import build_kimi_k3
+
+    return build_kimi_k3(
+        config, phase=request.phase, batch=request.batch, tokens=request.tokens, context=request.context,
+        dtype=request.torch_dtype, device=device, seed=request.seed, group=group,
+    )  # fmt: skip
+
+
+def _device(request: CompileRequest, target: Target) -> str:
+    """The GPU if the target is the one of this machine, else the CPU (whose tensors stand for those of the target)."""
+    if not request.run or not target.is_gpu or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if load_target("auto").arch == target.arch else "cpu"
+
+
+@contextmanager
+def _tensors(real: bool) -> Iterator[None]:
+    if real:
+        yield
+    else:
+        with FakeTensorMode():
+            yield
+
+
+def _kimi_config(request: CompileRequest) -> Any:
+    from k3rewrite.models.kimi_k3 import KimiK3Config
+
+    makers = {"tiny": KimiK3Config.tiny, "tiny-tp8": KimiK3Config.tiny_tp8, "full": KimiK3Config}
+    config = makers[request.config]() if request.config in makers else KimiK3Config.from_json(request.config)
+    return config if request.layers is None else config.with_layers(request.layers)
+
+
+def _run_names(request: CompileRequest, target: Target) -> dict[str, Value]:
+    return {
+        "tp": request.tp, "dcp": request.pipeline.parallel.dcp, "rank": request.rank, "phase": request.phase,
+        "batch": request.batch, "tokens": request.tokens, "context": request.context, "dtype": request.dtype,
+        "target": target.name,
+    }  # fmt: skip
+
+
+def _model_names(config: Any) -> dict[str, Value]:
+    layers = range(config.num_hidden_layers)
+    kda, moe = sum(map(config.is_kda, layers)), sum(map(config.is_moe, layers))
+    return {
+        "n_layers": len(layers), "n_kda_layers": kda, "n_mla_layers": len(layers) - kda, "n_moe_layers": moe,
+        "n_dense_layers": len(layers) - moe, "n_experts": config.num_experts,
+    }  # fmt: skip
+
+
+def _info(request: CompileRequest, target: Target) -> RunInfo:
+    return RunInfo(
+        model=request.model, config=request.config, layers=request.layers, phase=request.phase, batch=request.batch,
+        tokens=request.tokens, context=request.context, dtype=request.dtype, target=target.name,
+        pipeline=request.pipeline.name, rank=request.rank, world=request.tp, seed=request.seed, command=request.command,
+        **describe_versions(),
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Models of the user's own: finding the factory, what it is given, what it must return; and the group of ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from k3rewrite.errors import ConfigError
+from k3rewrite.factory import build_from_factory, load_factory
+from k3rewrite.ranks import rank_group
+
+SOURCE = """
+import torch
+class Net(torch.nn.Linear):
+    @classmethod
+    def make(cls):
+        return cls(2, 2), [torch.ones(1, 2)], {}
+def sized(batch=2, *, dtype=None):
+    return Net(2, 2), (torch.ones(batch, 2, dtype=dtype),), {}
+def anything(**settings):
+    return Net(2, 2), tuple(sorted(settings)), {}
+def nothing(): return None
+def pair(): return Net(2, 2), ()
+def swapped(): return (), Net(2, 2), {}
+def broken(): return 1 / 0
+constant = 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_models.py").write_text(SOURCE)
+    (tmp_path / "user_broken.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("user_models", "user_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "user_models"
+
+
+def test_factory_gets_the_settings_that_it_takes(models: str) -> None:
+    settings = {"batch": 5, "dtype": torch.float64, "phase": "decode"}
+    module, args, kwargs = build_from_factory("user_models:sized", settings, asked=frozenset({"batch"}))
+    assert isinstance(module, torch.nn.Linear) and kwargs == {}
+    assert args[0].shape == (5, 2) and args[0].dtype == torch.float64
+    assert build_from_factory("user_models:anything", settings)[1] == ("batch", "dtype", "phase")
+    assert isinstance(build_from_factory("user_models:Net.make", settings)[1], tuple)
+
+
+def test_a_setting_that_was_asked_for_is_never_ignored(models: str) -> None:
+    with pytest.raises(ConfigError, match="--phase: the factory takes no 'phase'"):
+        build_from_factory("user_models:sized", {"phase": "decode"}, asked=frozenset({"phase"}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("user_modles:sized", "no module 'user_modles'"),
+        ("user_models.sub:sized", "no module 'user_models.sub'"),
+        ("user_models:size", "'user_models' has no 'size'\n  remedy: did you mean 'sized'?"),
+        ("user_models:Net.mke", "'user_models' has no 'Net.mke'"),
+        ("user_models:constant", "'constant' is not callable"),
+        ("user_models:nothing", "the factory returned NoneType\n  remedy: return (module, args, kwargs)"),
+        ("user_models:pair", "the factory returned a tuple (Net, tuple)"),
+        ("user_models:swapped", "the factory returned a tuple (tuple, Net, dict)"),
+    ],
+)
+def test_bad_factory(models: str, spec: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_from_factory(spec, {})
+    assert f"model {spec}: " in str(caught.value) and message in str(caught.value)
+
+
+def test_errors_of_the_users_own_code_stay_as_they_are(models: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        load_factory("user_broken:x")
+    with pytest.raises(ZeroDivisionError):
+        build_from_factory("user_models:broken", {})
+
+
+def test_one_rank_needs_no_group() -> None:
+    with rank_group(0, 1) as group:
+        assert group is None and not dist.is_initialized()
+
+
+def test_a_fake_group_stands_in_and_is_taken_down() -> None:
+    for rank in (0, 7):
+        with rank_group(rank, 8) as group:
+            assert group is not None and (dist.get_rank(), dist.get_world_size()) == (rank, 8)
+            with pytest.raises(ConfigError, match=f"has rank {rank} of 8, asked for rank 1 of 4"), rank_group(1, 4):
+                pass
+            with rank_group(rank, 8) as inner:
+                assert inner is group
+            assert dist.is_initialized()
+        assert not dist.is_initialized()
+    with pytest.raises(ZeroDivisionError), rank_group(3, 8):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()

@@ -1,0 +1,28 @@
+"""The shipped pipelines against the passes, targets and names of this package."""
+
+from __future__ import annotations
+
+import pytest
+
+from k3rewrite.passes import ALL_PASSES
+from k3rewrite.pipeline.config import load_pipeline, shipped_pipelines
+from k3rewrite.pipeline.expressions import MODEL_NAMES, RUN_NAMES
+from k3rewrite.pipeline.runner import build_passes
+from k3rewrite.targets import known_targets
+
+KNOWN = {cls.name: cls for cls in ALL_PASSES}
+
+
+@pytest.mark.parametrize("name", shipped_pipelines())
+def test_every_pass_of_the_package_is_in_it_in_a_legal_order(name: str) -> None:
+    names = (*RUN_NAMES, *MODEL_NAMES)
+    config = load_pipeline(name, known_passes=KNOWN, known_targets=known_targets(), known_names=names)
+    assert [entry.name for entry in config.passes] == list(KNOWN)
+    assert len(build_passes(config, KNOWN)) == len(KNOWN)
+
+
+def test_kimi_k3_says_how_many_fusions_it_expects() -> None:
+    for name in shipped_pipelines():
+        fuse = next(p for p in load_pipeline(name, known_passes=KNOWN).passes if p.name == "fuse_attn_res_norm")
+        assert fuse.options == {"roundings": "fewest", "allow_changes_rounding": True}
+        assert fuse.expect == ("== 2 * n_layers" if name.startswith("kimi-k3") else None)
