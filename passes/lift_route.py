@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
+from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.shapes import same_size
 from k3rewrite.passes.norm_patterns import widens
 from k3rewrite.patterns import (
@@ -85,7 +86,7 @@ class LiftRoute(Rule):
                 return Refusal(f"{name.removesuffix('_dim')} over dimension {match[name]}, not over the experts", topk)
         if "gathered" in match.bindings and match["gathered"] != match["compute"]:
             return Refusal(f"the selected scores are cast to {match['gathered']} before they are used", topk)
-        if len(topk.args) > 3 and topk.args[3] is False:
+        if not _argument(topk, "largest"):
             return Refusal("the smallest scores are selected", topk)
         if "bias" in match.bindings:
             bias = match.value("bias")
@@ -100,7 +101,7 @@ class LiftRoute(Rule):
         node = builder.call(
             torch.ops.k3.route.default, match["logits"], match.get("bias"), match["top_k"], score,
             "renormalised" in match.bindings, float(match.get("eps", 0.0)), float(match.get("scale", 1.0)),
-            match["compute"], match["out"],
+            _argument(match["anchor"], "sorted"), match["compute"], match["out"],
         )  # fmt: skip
         results = {"root": builder.item(node, 0)}
         results.update({name: builder.item(node, 1) for name in sorted(exposed)})
@@ -139,6 +140,10 @@ class LiftRoute(Rule):
             CounterExample("the bias is in the weights", biased_weights, _inputs, "found add"),
             CounterExample("ids only", sort_key_only, _inputs, "expected"),
         )
+
+
+def _argument(topk: Node, name: str) -> bool:
+    return bool(bound_arguments(topk)[name])
 
 
 def _inputs() -> tuple[Tensor, ...]:

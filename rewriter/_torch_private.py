@@ -56,14 +56,14 @@ def storage_id(value: torch.Tensor) -> int:
 def definitely_disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two views of one storage are known not to overlap; sizes must be plain integers for a `True`.
 
-    AOTAutograd decides with the same function whether two inputs may stay apart. (torch._functorch, 2.1+)
+    AOTAutograd decides with the same function whether two inputs may stay apart. (torch._C._dynamo, 2.6+)
     """
-    from torch._functorch._aot_autograd.functional_utils import _tensors_definitely_do_not_overlap
+    from torch._C._dynamo.guards import compute_overlapping_tensors
 
     numbers = [*a.shape, *a.stride(), a.storage_offset(), *b.shape, *b.stride(), b.storage_offset()]
     if not all(isinstance(n, int) for n in numbers):
         return False
-    return bool(_tensors_definitely_do_not_overlap(a, b))
+    return not compute_overlapping_tensors([a, b], symbolic=False)
 
 
 # --------------------------------------------------------------------------------------------- symbolic sizes

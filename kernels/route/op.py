@@ -4,7 +4,8 @@
     ids = top-k of s + bias                          (the bias selects, it does not weigh)
     w = s[ids];  renormalise: w / (sum(w) + eps);  times scale
 
-Ties are broken as `torch.topk` breaks them on the device at hand.
+`ordered` says whether the selected come in falling order of s + bias; else the order is that of `torch.topk`, which
+also decides ties, on the device at hand.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ SCORES = ("sigmoid", "softmax", "topk_softmax")
 
 def route(
     logits: Tensor, bias: Tensor | None, top_k: int, score: str, renormalise: bool, eps: float, scale: float,
-    compute_dtype: torch.dtype, out_dtype: torch.dtype,
+    ordered: bool, compute_dtype: torch.dtype, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits [T, E], bias [E] or None -> weights [T, k] in `out_dtype`, ids [T, k] int64."""
     wide = logits.to(compute_dtype)
     scores = {"sigmoid": torch.sigmoid, "softmax": lambda v: v.softmax(-1), "topk_softmax": lambda v: v}[score](wide)
-    ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+    ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1, sorted=ordered).indices
     weights = scores.gather(-1, ids)
     if score == "topk_softmax":
         weights = weights.softmax(-1)
@@ -38,7 +39,7 @@ def route(
 
 def route_fake(
     logits: Tensor, bias: Tensor | None, top_k: int, score: str, renormalise: bool, eps: float, scale: float,
-    compute_dtype: torch.dtype, out_dtype: torch.dtype,
+    ordered: bool, compute_dtype: torch.dtype, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if score not in SCORES:
         raise ValueError(f"k3::route: score {score!r}; known: {', '.join(SCORES)}")
@@ -55,7 +56,7 @@ OP = Op(
     name="route",
     schema=(
         "(Tensor logits, Tensor? bias, int top_k, str score, bool renormalise, float eps, float scale, "
-        "ScalarType compute_dtype, ScalarType out_dtype) -> (Tensor, Tensor)"
+        "bool ordered, ScalarType compute_dtype, ScalarType out_dtype) -> (Tensor, Tensor)"
     ),
     reference=route,
     fake=route_fake,

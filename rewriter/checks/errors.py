@@ -1,41 +1,69 @@
 """How far a result is from exact arithmetic, and how far it may be.
 
-    error(y) = max |y - y64| / rms(y64)                  per output, against an fp64 run of the original
-    accept   = error(new) <= 1.5 * error(old) + floor    floor 1e-6 in fp32, 2e-3 in bf16, 1e-12 in fp64
+    rms    = rms(y - y64) / rms(y64)          worst = max |y - y64| / rms(y64)       against an fp64 run of the original
+    accept = rms(new) <= 1.5 * rms(old) + floor  and  worst(new) <= 3 * worst(old) + 8 * floor
+    floor    1e-6 in fp32, 2e-3 in bf16, 1e-12 in fp64
 
-Errors are compared, not closeness: a rewrite may be nearer to exact arithmetic than what it replaces.
+Errors are compared, not closeness: a rewrite may be nearer to exact arithmetic than what it replaces. The worst element
+is looked at too, because one wrong element in a million does not move the root mean square; a maximum scatters more
+between two correct runs, so its factor is larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 FACTOR = 1.5
+WORST_FLOORS = 8.0
 FLOORS: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 )
 
 
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    """Largest deviation over the root mean square of the exact values; infinite if a value is not finite where the
-    exact one is, 0.0 for empty tensors. An exact tensor of zeros counts absolute deviations."""
+@dataclass(frozen=True)
+class Error:
+    """Deviation from exact arithmetic over the root mean square of the exact values: its rms and its largest element."""
+
+    rms: float
+    worst: float
+
+
+def measure(value: Tensor, exact: Tensor) -> Error:
+    """Infinite if a value is not finite exactly where the exact one is not; 0 for empty tensors. If all exact values
+    are zero, deviations count as they are."""
     if exact.numel() == 0:
-        return 0.0
+        return Error(0.0, 0.0)
     wide, exact = value.detach().double().cpu(), exact.detach().double().cpu()
     finite = torch.isfinite(exact)
     if not torch.equal(torch.isfinite(wide), finite):
-        return float("inf")
+        return Error(math.inf, math.inf)
     if not finite.any():
-        return 0.0
-    deviation = (wide - exact)[finite].abs().max().item()
-    scale = exact[finite].pow(2).mean().sqrt().item()
-    return deviation / scale if scale > 0 else deviation
+        return Error(0.0, 0.0)
+    deviation = (wide - exact)[finite]
+    scale = exact[finite].pow(2).mean().sqrt().item() or 1.0
+    return Error(deviation.pow(2).mean().sqrt().item() / scale, deviation.abs().max().item() / scale)
 
 
-def acceptable(new: float, old: float, dtype: torch.dtype) -> bool:
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """The rms part of `measure`."""
+    return measure(value, exact).rms
+
+
+def acceptable(new: Error, old: Error, dtype: torch.dtype, factor: float = FACTOR) -> bool:
     """True if the new error is within the rule for results of `dtype`."""
-    return new <= FACTOR * old + FLOORS.get(dtype, 0.0)
+    floor = FLOORS.get(dtype, 0.0)
+    rms = new.rms <= factor * old.rms + floor
+    return rms and new.worst <= 2 * factor * old.worst + WORST_FLOORS * floor
+
+
+def pooled(errors: Sequence[Error]) -> Error:
+    """Root mean square of several errors, and the largest element among them."""
+    if not errors:
+        return Error(0.0, 0.0)
+    return Error(math.sqrt(sum(e.rms**2 for e in errors) / len(errors)), max(e.worst for e in errors))

@@ -9,6 +9,7 @@ names (`cuLaunchKernel`, `hipModuleLaunchKernel`), so this is one small module f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 from typing import Any
@@ -17,17 +18,19 @@ import torch
 
 from k3rewrite.errors import EmitError, UnsupportedError
 
-_CUDA = ("libcuda.so.1", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute")
-_HIP = ("libamdhip64.so", "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute")
+_CUDA_LIBRARIES = ("libcuda.so.1",)
+_HIP_LIBRARIES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
+_CUDA = ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel")
+_HIP = ("hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel")
 _MAX_DYNAMIC_SHARED = 8
 _LARGE_SHARED = 48 * 1024
-"""above this much, CUDA wants the function's limit raised"""
+"""above this much, CUDA (not HIP) wants the function's limit raised"""
 
 
 class DeviceFunction:
     """One kernel of a loaded object, on the device that was current when it was loaded."""
 
-    def __init__(self, library: ctypes.CDLL, names: tuple[str, ...], handle: ctypes.c_void_p, symbol: str) -> None:
+    def __init__(self, library: ctypes.CDLL, names: tuple[str, str, str], handle: ctypes.c_void_p, symbol: str) -> None:
         self._library, self._names, self._handle, self._symbol = library, names, handle, symbol
 
     def __call__(
@@ -47,11 +50,11 @@ class DeviceFunction:
             return
         values = [_argument(value) for value in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        if dynamic_lds > _LARGE_SHARED:
-            self._call(self._names[4], self._handle, _MAX_DYNAMIC_SHARED, dynamic_lds)
+        if dynamic_lds > _LARGE_SHARED and self._names == _CUDA:
+            self._call("cuFuncSetAttribute", self._handle, _MAX_DYNAMIC_SHARED, dynamic_lds)
         blocks = [*grid, 1, 1][:3]
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._call(self._names[3], self._handle, *blocks, threads, 1, 1, dynamic_lds, stream, pointers, None)
+        self._call(self._names[2], self._handle, *blocks, threads, 1, 1, dynamic_lds, stream, pointers, None)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._library, name)(*arguments):
@@ -72,13 +75,22 @@ def load_function(content: bytes, symbol: str) -> DeviceFunction:
             "there is no GPU to load a kernel on", place=f"kernel {symbol}", remedy="run the reference"
         )
     torch.cuda.current_stream().synchronize()  # makes torch's context the current one
-    names = _HIP if torch.version.hip else _CUDA
-    library = ctypes.CDLL(names[0])
+    names, libraries = (_HIP, _HIP_LIBRARIES) if torch.version.hip else (_CUDA, _CUDA_LIBRARIES)
     module, handle = ctypes.c_void_p(), ctypes.c_void_p()
-    function = DeviceFunction(library, names, handle, symbol)
-    function._call(names[1], ctypes.byref(module), content)
-    function._call(names[2], ctypes.byref(handle), module, symbol.encode())
+    function = DeviceFunction(_driver(libraries, symbol), names, handle, symbol)
+    function._call(names[0], ctypes.byref(module), content)
+    function._call(names[1], ctypes.byref(handle), module, symbol.encode())
     return function
+
+
+def _driver(names: Sequence[str], symbol: str) -> ctypes.CDLL:
+    """The vendor's driver library; torch has loaded it, so its name is enough."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    raise UnsupportedError(
+        f"no driver library among {', '.join(names)}", place=f"kernel {symbol}", remedy="check the GPU driver"
+    )
 
 
 def _argument(value: torch.Tensor | int | float) -> Any:
@@ -86,4 +98,6 @@ def _argument(value: torch.Tensor | int | float) -> Any:
         return ctypes.c_void_p(value.data_ptr())
     if isinstance(value, float):
         return ctypes.c_float(value)
+    if not -(2**31) <= value < 2**31:
+        raise UnsupportedError(f"{value} does not fit 32 bits", place="launch argument", remedy="pass a smaller number")
     return ctypes.c_int(value)

@@ -166,6 +166,15 @@ def test_only_plain_triton_functions() -> None:
         unit_source(row_sum_unit(function=tuned))
 
 
+def test_the_interpreter_cannot_compile() -> None:
+    program = (
+        "from emit_kernels import row_sum_unit; from k3rewrite.emit import unit_source; unit_source(row_sum_unit())"
+    )
+    environment = {"TRITON_INTERPRET": "1", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, env=environment, capture_output=True, text=True)
+    assert "not InterpretedFunction" in done.stderr and "unset TRITON_INTERPRET" in done.stderr
+
+
 def test_hip_includes_are_part_of_the_source(tmp_path: Path) -> None:
     (tmp_path / "inner.h").write_text("#pragma once\nint inner;\n")
     (tmp_path / "outer.h").write_text('#pragma once\n#include "inner.h"\nint outer;\n')

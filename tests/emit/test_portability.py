@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
+from k3rewrite.emit import Provenance, emit_unit, launch, summarise_assembly
 from k3rewrite.emit.compiler import Missing, find_compiler
 from k3rewrite.emit.launch import DeviceFunction, load_function
+from k3rewrite.errors import UnsupportedError
 from k3rewrite.kernel import HipUnit
 from k3rewrite.targets import detect_target, load_target
 
@@ -113,15 +114,20 @@ def test_one_instruction_each(texts: dict[tuple[str, str], str], target: str) ->
 on_device = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@pytest.fixture
-def load(tmp_path: Path) -> Callable[[str, str], DeviceFunction]:
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], DeviceFunction]:
+    """(file, symbol) -> the kernel, ready to launch; each file is compiled once."""
+    folder, objects = tmp_path_factory.mktemp("objects"), {}
+
     def loaded(file: str, symbol: str) -> DeviceFunction:
-        target = detect_target()
-        if isinstance(found := find_compiler(unit(file, symbol), target), Missing):
-            pytest.skip(found.reason)
-        emitted = emit_unit(unit(file, symbol), target, tmp_path, file, Provenance("k3::test", file))
-        assert emitted.object
-        return load_function(emitted.object.read_bytes(), symbol)
+        if file not in objects:
+            target = detect_target()
+            if isinstance(found := find_compiler(unit(file, symbol), target), Missing):
+                pytest.skip(found.reason)
+            emitted = emit_unit(unit(file, symbol), target, folder, file, Provenance("k3::test", file))
+            assert emitted.object
+            objects[file] = emitted.object.read_bytes()
+        return load_function(objects[file], symbol)
 
     return loaded
 
@@ -230,3 +236,15 @@ class TestOnDevice:
         x.normal_()
         graph.replay()
         assert torch.equal(out, x)
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="2147483648 does not fit 32 bits"):
+        launch._argument(2**31)
+    assert launch._argument(-(2**31)).value == -(2**31)
+
+
+def test_without_a_gpu_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="no GPU"):
+        load_function(b"", "kernel")

@@ -73,7 +73,7 @@ def row_by_row(
     out = torch.empty(prefix.shape, dtype=torch.float64, device=prefix.device)
     rows = zip(
         prefix.reshape(-1, columns).double(),
-        blocks.reshape(-1, *blocks.shape[-2:]).double(),
+        blocks.flatten(0, -3).double(),
         out.view(-1, columns),
         strict=True,
     )

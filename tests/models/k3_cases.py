@@ -54,9 +54,7 @@ def prefill(
     )
 
 
-def decode(
-    model: KimiK3, state: KimiK3State, tokens: Tensor, slots: Sequence[int], positions: Sequence[int]
-) -> Tensor:
+def decode(model: KimiK3, state: KimiK3State, tokens: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Logits `[B, vocab]` of one step; tokens `[B]`."""
     return model(DecodeInputs(tokens, torch.tensor(slots), torch.tensor(positions)), state)
 
@@ -91,7 +89,9 @@ def with_routes_of(model: KimiK3, twin: KimiK3) -> None:
     for name, router in model.named_modules():
         if isinstance(router, Router):
 
-            def record(_module: Router, _inputs: tuple[Tensor], result: tuple[Tensor, Tensor], name: str = name) -> None:
+            def record(
+                _module: Router, _inputs: tuple[Tensor], result: tuple[Tensor, Tensor], name: str = name
+            ) -> None:
                 routes[name] = result[1]
 
             def replay(

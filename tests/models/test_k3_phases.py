@@ -1,5 +1,7 @@
 """One model, three ways through a sequence: prompt at once, token by token, window by window with any acceptance."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,7 +75,7 @@ def test_prefill_in_pieces_equals_prefill_at_once(cuts: list[int]) -> None:
     whole, pieces = (empty_state(model, slots=2, max_context=40) for _ in range(2))
     expected = prefill(model, whole, tokens, [1])
     edges = sorted({0, *cuts, 40})
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         padded = torch.full((1, 41), 3)
         padded[:, : stop - start] = tokens[:, start:stop]
         got = prefill(model, pieces, padded, [1], starts=[start], lengths=[stop - start])

@@ -34,7 +34,7 @@ K3_KERNEL(256) fast(const float* x, float* out, k3::i32 n) {
     out[6 * i + 5] = k3::fast_sigmoid(value);
 }
 
-K3_KERNEL(256) multiply_add(const float* x, const float* y, float* out, k3::i32 n) {
+K3_KERNEL_OCCUPANCY(256, 4) multiply_add(const float* x, const float* y, float* out, k3::i32 n) {
     const k3::i32 i = k3::block_x() * 256 + k3::thread_x();
     if (i < n) out[i] = x[i] * y[i] + 1.0f;
 }
