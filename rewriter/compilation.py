@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from k3rewrite._torch_private import detect_fake_mode, make_boxed
 from k3rewrite.binding import KERNEL_KEY
 from k3rewrite.capture import Captured
 from k3rewrite.checks.end_to_end import EndToEndCheck
@@ -39,11 +38,15 @@ Progress = Callable[[str], None]
 FINALISERS = MappingProxyType({"inductor": finalise_inductor, "eager": finalise_eager})
 
 
+class Rewritten(K3RewriteError):
+    """Ends a compilation that is not to be run, once everything else is done."""
+
+
 @dataclass
 class Compilation:
     """Settings of one compilation and the report that it fills.
 
-    `run=False` stops before code is generated: the result returns fake tensors. `folder` None leaves nothing on disk.
+    `run=False` stops before code is generated, by raising `Rewritten`. `folder` None leaves nothing on disk.
     """
 
     pipeline: PipelineConfig
@@ -67,6 +70,8 @@ class Compilation:
         """The compiled function of a captured graph, which is changed. The report is written even if an error ends it."""
         try:
             return self._compile(captured)
+        except Rewritten:
+            raise
         except K3RewriteError as error:
             self.report.error = str(error)
             error.report = self.report
@@ -102,7 +107,7 @@ class Compilation:
         self.report.kernels += emit_kernels(module, self.target, self.folder, executed=self._executed(module))
         timings.emit_s = time.perf_counter() - started
         if not self.run:
-            return make_boxed(lambda *inputs: _fake_outputs(captured))
+            raise Rewritten("the graph is rewritten, nothing is to be run")
 
         started = time.perf_counter()
         self.progress(f"finalise ({self.pipeline.finalise})")
@@ -131,10 +136,3 @@ class Compilation:
             if KERNEL_KEY in node.meta and isinstance(value, torch.Tensor) and value.device.type == "cuda":
                 return torch.cuda.get_device_name(value.device)
         return "reference"
-
-
-def _fake_outputs(captured: Captured) -> tuple[Any, ...]:
-    outputs = captured.module.graph.output_node().args[0]
-    mode = detect_fake_mode([n.meta.get("val") for n in captured.module.graph.find_nodes(op="placeholder")])
-    assert mode is not None
-    return tuple(o.meta["val"] if isinstance(o, torch.fx.Node) else o for o in outputs)  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ import torch
 
 from k3rewrite._torch_private import FakeTensorMode
 from k3rewrite.capture import dynamo, lower, run_captured
-from k3rewrite.compilation import Compilation, Progress
+from k3rewrite.compilation import Compilation, Progress, Rewritten
 from k3rewrite.errors import ConfigError
 from k3rewrite.factory import build_from_factory
 from k3rewrite.pipeline.expressions import Value
@@ -63,16 +63,17 @@ def _compile(
 
     def compiler(captured: Any) -> Callable[..., Any]:
         timings.capture_s = time.perf_counter() - started
-        function = compilation(captured)
-        lowered.append(time.perf_counter())
-        return function
+        try:
+            return compilation(captured)
+        finally:
+            lowered.append(time.perf_counter())
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         compilation.rewrite_dynamo(module)
         return lower(module, inputs, compiler)
 
     dynamo.reset()
-    run_captured(model, backend, args, kwargs)
+    run_captured(model, backend, args, kwargs, stop=Rewritten)
     if not lowered:
         raise ConfigError("the model computes nothing on tensors", place="MODEL", remedy="give a model that does")
     if compilation.run:

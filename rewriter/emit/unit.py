@@ -57,7 +57,7 @@ class EmittedKernel:
     source_hash: str
     compiler: str
     compile_seconds: float
-    """0 where the object was already there"""
+    """0 without a compiler; little where Triton had it in its own cache"""
     resources: Resources | None
     skipped: str = ""
 

@@ -112,7 +112,7 @@ class _Expander:
             traced = private.trace(call, arguments.fakes(self.mode), self.table, self.mode, functionalise=True)
         self.result.traces += 1
         self.result.guards += [f"{node.target}: {g}" for g in private.guard_texts(self.mode, guards)]
-        if _is_itself(traced.graph, node):
+        if _is_itself(traced.graph, node.target, arguments):
             return None
         self.active.append(node.target)
         self._expand_inside(traced)
@@ -128,10 +128,12 @@ class _Expander:
                 splice.splice(traced, inner, *planned)
 
 
-def _is_itself(graph: Graph, node: Node) -> bool:
-    """A decomposition may decline; the trace then holds the call itself."""
+def _is_itself(graph: Graph, target: Any, arguments: _Arguments) -> bool:
+    """A decomposition may decline; the trace then holds the call itself, with the same arguments."""
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    return len(calls) == 1 and calls[0].target is node.target
+    if len(calls) != 1 or calls[0].target is not target:
+        return False
+    return _freeze(_Arguments.of(calls[0]).form) == _freeze(arguments.form)
 
 
 def _check(node: Node, body: splice.Body) -> None:

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from k3rewrite.finalise.reuse_storage import ReuseRecord, drop_copy
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.provenance import inherit_meta, source_line
-from k3rewrite.graph.takeover import Offer, plan_takeovers
+from k3rewrite.graph.takeover import Offer, copy_offer, plan_takeovers
 
 PASS_NAME = "reinplace"
 
@@ -86,6 +86,8 @@ def reinplace(module: GraphModule) -> list[ReuseRecord]:
 
 
 def _offers(node: Node) -> Sequence[Offer]:
+    if (copy := copy_offer(node)) is not None:
+        return [copy]
     if node.target in IN_PLACE:
         value = node.args[0] if node.args else None
         return [Offer(node, _first_parameter(node.target), value, (node,))] if isinstance(value, Node) else []

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.provenance import inherit_meta, source_line
 from k3rewrite.graph.storage import StorageMap
-from k3rewrite.graph.takeover import Offer, Plan, plan_takeovers, relative_views
+from k3rewrite.graph.takeover import Offer, Plan, copy_offer, plan_takeovers, relative_views
 from k3rewrite.inplace_variant import InplaceVariant, ensure_registered, inplace_variant
 from k3rewrite.vocabulary import Op
 
@@ -67,6 +67,8 @@ def reuse_storage(
         ensure_registered(variant)
     for node, offers in by_node.items():
         _write_in_place(graph, node, variants[node], offers)
+    for offer in plan.already_there:
+        drop_copy(offer.node)
     for copy in plan.superfluous:
         drop_copy(copy)
     if plan.accepted:
@@ -76,7 +78,7 @@ def reuse_storage(
 
 
 def drop_copy(copy: Node) -> None:
-    """Erase a `copy_` into a place that holds the value already; who read its result reads the place."""
+    """Erase a copy into a place that holds the value already; who read its result reads the place."""
     target = copy.args[0]
     assert isinstance(target, Node)
     copy.replace_all_uses_with(target)
@@ -89,6 +91,8 @@ def _target(node: Node) -> torch._ops.OpOverload:
 
 
 def _offers(ops: Mapping[torch._ops.OpOverload, Op], node: Node) -> list[Offer]:
+    if (copy := copy_offer(node, only_if_there=True)) is not None:
+        return [copy]
     op = ops.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
     if op is None or not op.inplace:
         return []

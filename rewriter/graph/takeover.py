@@ -29,6 +29,7 @@ from k3rewrite.graph.shapes import metadata_difference, same_size, same_sizes
 from k3rewrite.graph.storage import END, Root, StorageMap, tensor_value
 
 COPY = torch.ops.aten.copy_.default
+FUNCTIONAL_COPY = torch.ops.aten.copy.default
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,18 @@ class Offer:
     part: Callable[[torch.Tensor], torch.Tensor] | None = None
     """for a scatter of `source` into a part of `value`: the part, as a view"""
     source: Node | None = None
+    only_if_there: bool = False
+    """to be accepted only if the source is computed in place already, so that the node falls away"""
+
+
+def copy_offer(node: Node, *, only_if_there: bool = False) -> Offer | None:
+    """`aten.copy(value, source)` as a scatter of the source into the whole: nothing is left of it if that is there."""
+    if node.target is not FUNCTIONAL_COPY:
+        return None
+    value, source = node.args[0], node.args[1]
+    if not isinstance(value, Node) or not isinstance(source, Node):
+        return None
+    return Offer(node, "self", value, (node,), None, lambda whole: whole, source, only_if_there)
 
 
 OffersOf = Callable[[Node], Sequence[Offer]]
@@ -105,7 +118,7 @@ class _Planner:
         decided = self._into_inputs()
         for offers in self.offers.values():
             for offer in offers:
-                if offer in decided:
+                if offer in decided or offer.only_if_there:
                     continue
                 reason = self._objection(offer, frozenset())
                 if reason is None:
@@ -164,8 +177,9 @@ class _Planner:
                     if value is not None:
                         places[node] = _Place(node, private.fresh_fake(mode, value), (), frozenset())
                 elif (offer := self.by_result.get(node)) is not None:
-                    if offer not in barred and (place := places.get(offer.value)) is not None:
-                        places[node] = _extended(place, offer, places)
+                    place = places.get(offer.value) if offer not in barred else None
+                    if place is not None and (extended := _extended(place, offer, places)) is not None:
+                        places[node] = extended
                 elif effects.is_view(node):
                     source = _view_source(node)
                     if source is not None and source in places:
@@ -240,15 +254,15 @@ class _Planner:
         value = tensor_value(offer.value)
         if value is None:
             return f"nothing is known about {offer.value.name}"
+        for size, stride in zip(value.shape, value.stride(), strict=True):
+            if same_size(stride, 0) and not same_size(size, 1):
+                return f"{offer.value.name} is expanded: its elements share memory"
         for result in offer.results:
             difference = metadata_difference(value, result.meta.get("val"))
             if difference is not None and difference.startswith("stride") and unread.issuperset(result.users):
                 continue  # nobody is left to see the strides
             if difference is not None:
                 return f"the result is not laid out as {offer.value.name}: {difference}"
-        for size, stride in zip(value.shape, value.stride(), strict=True):
-            if same_size(stride, 0) and not same_size(size, 1):
-                return f"{offer.value.name} is expanded: its elements share memory"
         for storage in {root, *(r for result in offer.results for r in self.storage.roots(result))}:
             for alias in self.storage.aliases(storage):
                 other = tensor_value(alias)
@@ -320,7 +334,7 @@ def _replay(node: Node, source: Node, view: Any) -> Any:
         return None
 
 
-def _extended(place: _Place, offer: Offer, places: Mapping[Node, _Place]) -> _Place:
+def _extended(place: _Place, offer: Offer, places: Mapping[Node, _Place]) -> _Place | None:
     """Place of an offer's result. A scatter's source may itself be in place, on top of the same earlier offers."""
     inner = places.get(offer.source) if offer.source is not None else None
     if (
@@ -331,7 +345,7 @@ def _extended(place: _Place, offer: Offer, places: Mapping[Node, _Place]) -> _Pl
         and inner.same(offer.part(place.view))
     ):
         return _Place(place.root, place.view, (offer, *inner.chain), inner.inner | {offer})
-    return _Place(place.root, place.view, (offer, *place.chain), place.inner)
+    return None if offer.only_if_there else _Place(place.root, place.view, (offer, *place.chain), place.inner)
 
 
 def relative_views(graph: Graph, nodes: Sequence[Node]) -> list[torch.Tensor] | None:
