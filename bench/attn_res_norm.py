@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -214,45 +213,44 @@ def show(entry: dict[str, Any]) -> None:
         )
 
 
-SWEEP = (
-    [Schedule(True, warps, dependent_launch=pdl) for warps in (8, 16) for pdl in (False, True)]
-    + [
-        Schedule(False, warps, stages, max_registers=registers)
-        for warps, limits in ((4, (0, 168)), (8, (0, 128, 80)), (16, (0, 64)))
-        for stages in (1, 2, 3, 4)
-        for registers in limits
-    ]
-    + [Schedule(False, warps, 3, programs_per_cu=programs) for warps, programs in ((4, 2), (8, 2), (16, 1), (16, 2))]
+FEW_ROWS = [Schedule(True, warps, dependent_launch=pdl) for warps in (8, 16) for pdl in (False, True)] + [
+    Schedule(False, 16, 3, dependent_launch=True)
+]
+MANY_ROWS = (
+    [Schedule(False, 4, stages, max_registers=most) for stages, most in ((1, 0), (2, 0), (3, 0), (1, 168), (3, 168))]
+    + [Schedule(False, 8, stages, max_registers=128) for stages in (1, 2, 3, 4)]
+    + [Schedule(False, 16, stages, max_registers=64) for stages in (1, 3)]
+    + [Schedule(False, warps, 3, programs_per_cu=programs) for warps, programs in ((4, 2), (8, 2))]
 )
+HIP_LAYOUTS = ((1, 448), (1, 896), (4, 224), (7, 128), (8, 128))
+"""(workgroups that share a row, threads)"""
 
 
 def sweep(rows_list: list[int], replays: int) -> list[dict[str, Any]]:
-    """Every schedule of SWEEP at 9 sources with delta; the ten best of each row count are printed."""
+    """Every schedule at 9 sources with delta, fastest first."""
     results = []
     for rows in rows_list:
         size, l2 = moved_bytes(rows, 9, True), harness.l2_bytes()
         sets = min(harness.sets_for(size, True, l2), 128)
         data = make_inputs(rows, 9, True, sets)
-        copy_us, _ = harness.copy_ceiling(size, l2, 20)
+        mixes: list[tuple[str, launch.MixRows]] = []
+        for schedule in [*(FEW_ROWS if rows <= 512 else []), *(MANY_ROWS if rows >= 128 else [])]:
+            mixes.append((str(schedule), functools.partial(launch.mix_rows, schedule=schedule)))
+        for split, threads in HIP_LAYOUTS[: None if rows <= 128 else 1]:
+            mix = functools.partial(hip_kernel.mix_rows, split=split, threads=threads)
+            mixes.append((f"HIP source, {split} x {threads} threads", mix))
         found = []
-        for schedule in SWEEP:
-            if schedule.programs_per_cu and rows < 512:
-                continue
-            call = ours(data, functools.partial(launch.mix_rows, schedule=schedule))
-            error = check(data, call)["error"]
-            found.append((timed(data, call, sets, replays).median, error, schedule))
-        for threads in (448, 896):
-            call = ours(data, functools.partial(hip_kernel.mix_rows, threads=threads))
-            error = check(data, call)["error"]
-            found.append((timed(data, call, sets, replays).median, error, f"HIP source, {threads} threads"))
+        for name, mix in mixes:
+            with harness.only_warning(name):
+                call = ours(data, mix)
+                checked = check(data, call)
+                found.append((timed(data, call, sets, replays).median, name, checked))
         found.sort(key=lambda item: item[0])
-        print(f"rows {rows}: copy {copy_us:.2f} us, median of all {statistics.median(x[0] for x in found):.2f} us")
-        for us, error, schedule in found[:10]:
-            print(f"    {us:8.2f} us  {copy_us / us * 100:5.1f} % of copy  error {error:.2e}  {schedule}", flush=True)
-        results += [
-            {"rows": rows, "us": us, "copy_us": copy_us, "error": error, "schedule": str(schedule)}
-            for us, error, schedule in found
-        ]
+        copy_us, _ = harness.copy_ceiling(size, l2, 20)
+        print(f"rows {rows}: copy {copy_us:.2f} us")
+        for us, name, checked in found:
+            print(f"    {us:8.2f} us  {copy_us / us * 100:5.1f} % of copy  {checked}  {name}", flush=True)
+            results.append({"rows": rows, "us": us, "copy_us": copy_us, **checked, "schedule": name})
     return results
 
 

@@ -101,12 +101,13 @@ K3_DEVICE i32 lane() {
 }
 #endif
 
-// Index of the wave within a one-dimensional block. The same in all its lanes, and the compiler is told so.
+// Index of the wave within a one-dimensional block. No lane exchange, so it may stand inside a branch; AMD's compiler is
+// told that it is the same in all lanes.
 K3_DEVICE i32 wave() {
 #if K3_AMD
     return __builtin_amdgcn_readfirstlane(thread_x() / wave_size);
 #else
-    return __shfl_sync(0xffffffffu, thread_x() / wave_size, 0);
+    return thread_x() / wave_size;
 #endif
 }
 

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from k3rewrite.graph.provenance import module_path, source_line
 from k3rewrite.graph.purity import PurityIndex, is_view, writes
-from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.graph.shapes import metadata_difference, same_sizes
 from k3rewrite.passes.norm_patterns import widens
 from k3rewrite.patterns import (
     OPERATORS,
@@ -103,6 +103,49 @@ class FoldCopy(Rule):
         return (CounterExample("broadcast", lambda x: torch.ops.aten.copy(x, x[:1] * 2) + 1, _fp32, "shape"),)
 
 
+class FoldScatteredCopy(Rule):
+    """A functional copy that only lends its strides to a value which is then written into a slot: they do not matter."""
+
+    name = "fold_scattered_copy"
+    policy = Policy.EXACT
+    anchors = OPERATORS["select_scatter"]
+    pattern = call(
+        "select_scatter",
+        Var("base"),
+        call(torch.ops.aten.copy.default, Var("destination"), Var("source"), Anything(), name="copy"),
+        Anything("dim"),
+        Anything("index"),
+        name="anchor",
+    )
+    reach = 0
+
+    def check(self, match: Match) -> Refusal | None:
+        copied, source = match.value("copy"), match.value("source")
+        if copied.dtype != source.dtype or not same_sizes(copied.shape, source.shape):
+            return Refusal("the copy casts or broadcasts its source", match["copy"])
+        return None
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        arguments = (match["base"], match["source"], match["dim"], match["index"])
+        return {"root": builder.call(torch.ops.aten.select_scatter.default, *arguments)}
+
+    def examples(self) -> Sequence[Example]:
+        def stored(x: Tensor) -> Tensor:
+            bank = x.unsqueeze(1).repeat(1, 3, 1)
+            bank[:, 1] = x * 2
+            return bank
+
+        return (Example("a slot of a bank", stored, _fp32),)
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        def broadcast(x: Tensor) -> Tensor:
+            bank = x.unsqueeze(1).repeat(1, 3, 1)
+            bank[:, 1] = x[:1] * 2
+            return bank
+
+        return (CounterExample("one row into all", broadcast, _fp32, "broadcasts"),)
+
+
 def _fp32() -> tuple[Tensor]:
     return (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
 
@@ -145,4 +188,4 @@ class CanonicalisePass(RulePass):
         merge_equal(module.graph, report)
 
     def rules(self) -> tuple[Rule, ...]:
-        return (FoldCasts(), FoldCopy())
+        return (FoldCasts(), FoldCopy(), FoldScatteredCopy())

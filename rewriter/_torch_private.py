@@ -269,6 +269,40 @@ def inductor_compile(
         )
 
 
+def realise_readers_before(target: torch._ops.OpOverload) -> None:
+    """Make Inductor compute whatever still has to read the old values before it calls an op that writes arguments.
+
+    2.11 to 2.13 realise those readers only after the writing call has its place in the schedule: `seen = pool.sum(1);
+    step_(x, pool)` gives the sum of the new pool. Done once for each op, in Inductor's own table of lowerings.
+    """
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+    from torch._library.utils import get_layout_constraint_tag
+
+    known = lowering.lowerings.get(target)
+    if getattr(known, "realises_readers", False):
+        return
+    constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(target))
+    lowering.make_fallback(target, layout_constraint=constraint, warn=False)
+    call = lowering.lowerings[target]
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        for position, name in written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if value is not None:
+                value.realize()
+                V.graph.mark_buffer_mutated(value.get_name())
+        return call(*args, **kwargs)
+
+    lowered.realises_readers = True  # type: ignore[attr-defined]
+    lowering.lowerings[target] = lowered
+
+
 def _device_index() -> Any:
     """The box in which Inductor notes the device of a graph that is to be captured; required for capture."""
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex

@@ -25,6 +25,7 @@ class Finalised:
     expected: Any
     expected_inputs: tuple[Any, ...]
     graphs: list[CompiledGraph]
+    added_guards: list[str]
     function: Callable[..., Any]
 
     @property
@@ -51,10 +52,14 @@ def compile_and_run(
     """Compile with `rewrite` applied to the ATen graph and the finaliser `how`; run it, and eager on clones."""
     copies = tuple(i.clone() if isinstance(i, torch.Tensor) else i for i in inputs)
     graphs: list[CompiledGraph] = []
+    added: list[str] = []
 
     def compiler(captured: Captured) -> CompiledGraph:
+        mode = private.graph_fake_mode(captured.module.graph)
+        guards = private.guard_count(mode)
         rewrite(captured.module)
         graphs.append(FINALISERS[how](captured.module, captured.inputs, captured.static_inputs, **options))
+        added.extend(private.guard_texts(mode, guards))
         return graphs[-1]
 
     torch._dynamo.reset()
@@ -62,7 +67,7 @@ def compile_and_run(
     with torch.no_grad():
         expected = function(*copies)
         outputs = compiled(*inputs)
-    return Finalised(outputs, tuple(inputs), expected, copies, graphs, compiled)
+    return Finalised(outputs, tuple(inputs), expected, copies, graphs, added, torch.no_grad()(compiled))
 
 
 def fake_inputs(*values: torch.Tensor) -> list[torch.Tensor]:

@@ -28,9 +28,9 @@ VECTOR = 8
 """bf16 elements of a 16-byte access"""
 
 
-def threads_for(columns: int) -> int:
+def threads_for(columns: int, split: int = 1) -> int:
     """Threads of a workgroup: two vectors each if that comes out even (448 for 7168 columns), else one, else four."""
-    vectors = columns // VECTOR
+    vectors = columns // VECTOR // split
     for each in (2, 1, 4):
         if vectors % each == 0 and vectors // each <= 1024 and (vectors // each) % 64 == 0:
             return vectors // each
@@ -98,13 +98,18 @@ def unit(
     norm: bool,
     mix: torch.dtype,
     scale: torch.dtype,
+    split: int = 1,
     threads: int = 0,
 ) -> HipUnit:
-    """What to compile for rows of `columns` elements and `blocks` sources beside the prefix."""
+    """What to compile for rows of `columns` elements and `blocks` sources beside the prefix.
+
+    `split` workgroups share a row (NVIDIA only); 0 threads: as many as suit the rows.
+    """
     values = {
         "D": columns,
         "BLOCKS": blocks,
-        "THREADS": threads or threads_for(columns),
+        "SPLIT": split,
+        "THREADS": threads or threads_for(columns, split),
         "DELTA": int(delta),
         "STORE": int(store),
         "NORM": int(norm),
@@ -128,6 +133,7 @@ def mix_rows(
     out_dtype: torch.dtype,
     mix_dtype: torch.dtype = torch.float32,
     scale_dtype: torch.dtype = torch.float32,
+    split: int = 1,
     threads: int = 0,
 ) -> Tensor:
     """As `launch.mix_rows`, by the HIP kernel, compiled at the first call of each shape."""
@@ -138,14 +144,14 @@ def mix_rows(
     *singles, last = (rows_of(source) for source in single_sources(prefix, blocks))
     wanted = unit(
         columns, len(singles), delta=delta is not None, store=updated is not None, norm=norm_weight is not None,
-        mix=mix_dtype, scale=scale_dtype, threads=threads,
+        mix=mix_dtype, scale=scale_dtype, split=split, threads=threads,
     )  # fmt: skip
     stored = last if updated is None else rows_view(updated)
     added = last if delta is None else rows_of(delta)
     absent = MAX_SOURCES - 1 - len(singles)
     with torch.cuda.device(prefix.device):
         _function(tuple(wanted.defines.items()), prefix.device)(
-            grid=(last.shape[0],),
+            grid=(last.shape[0] * split,),
             threads=int(wanted.defines["ATTN_RES_THREADS"]),
             arguments=[
                 *singles, *[last] * absent, *(single.stride(0) for single in singles), *[0] * absent,

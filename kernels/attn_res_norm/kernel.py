@@ -14,7 +14,14 @@ from torch import Tensor
 from k3rewrite.kernel import Kernel, TritonUnit
 from k3rewrite.kernels.attn_res_norm import hip_kernel
 from k3rewrite.kernels.attn_res_norm.accept import call_parts, objection, source_count, target_objection
-from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES, Schedule, padded, schedule_for, schedules_of
+from k3rewrite.kernels.attn_res_norm.schedule import (
+    MAX_SOURCES,
+    Schedule,
+    padded,
+    schedule_for,
+    schedules_of,
+    wide_enough,
+)
 from k3rewrite.targets import Target
 from k3rewrite.vocabulary import Op, static_numel
 
@@ -109,6 +116,7 @@ def _unit(arguments: Mapping[str, Any], target: Target, schedule: Schedule, bloc
         "MIX": _NUMBERS[arguments.get("mix_dtype", torch.float32)],
         "SCALE": _NUMBERS[arguments.get("scale_dtype", torch.float32)],
         "PDL": schedule.dependent_launch and nvidia,
+        "PTX": nvidia and wide_enough(columns, schedule),
     }
     if not schedule.resident:
         constants["STAGES"] = schedule.stages

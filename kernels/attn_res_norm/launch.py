@@ -19,7 +19,7 @@ from torch import Tensor
 
 from k3rewrite.kernels.attn_res.op import single_sources
 from k3rewrite.kernels.attn_res_norm.op import check_bank
-from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES, Schedule, padded, schedule_for
+from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES, Schedule, padded, schedule_for, wide_enough
 
 MixRows = Callable[..., Tensor]
 
@@ -154,7 +154,8 @@ def mix_rows(
     if not chosen.resident:
         options["STAGES"] = chosen.stages
         programs = min(rows, compute_units * chosen.programs_per_cu) if chosen.programs_per_cu else rows
-    if arch.startswith("sm_"):
+    nvidia = arch.startswith("sm_")
+    if nvidia:
         options["launch_pdl"] = chosen.dependent_launch
         if chosen.max_registers:
             options["maxnreg"] = chosen.max_registers
@@ -168,7 +169,8 @@ def mix_rows(
             out, columns, rows, score_eps, norm_eps,
             BLOCKS=len(singles), D=columns, BLOCK=padded(columns), DELTA=added is not None, STORE=stored is not None,
             NORM=norm_weight is not None, MIX=DTYPE_NAMES[mix_dtype], SCALE=DTYPE_NAMES[scale_dtype],
-            PDL=chosen.dependent_launch and arch.startswith("sm_"), enable_fp_fusion=True, **options,
+            PDL=chosen.dependent_launch and nvidia, PTX=nvidia and wide_enough(columns, chosen), enable_fp_fusion=True,
+            **options,
         )  # fmt: skip
     return out
 

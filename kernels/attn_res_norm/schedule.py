@@ -76,6 +76,11 @@ def padded(columns: int) -> int:
     return 1 << max(0, columns - 1).bit_length()
 
 
+def wide_enough(columns: int, schedule: Schedule) -> bool:
+    """Whether each lane has two neighbouring elements, as conversions two at a time need."""
+    return padded(columns) >= 64 * schedule.num_warps
+
+
 def _narrowed(schedule: Schedule, columns: int) -> Schedule:
     """Fewer warps for a row too short to give each lane eight elements."""
     fitting = max(1, padded(columns) // 256)

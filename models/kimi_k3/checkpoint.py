@@ -137,7 +137,7 @@ def load_checkpoint(model: KimiK3, folder: str | PathLike[str]) -> KimiK3:
             problems.append(f"wrong dtype: {name} is {have.dtype}, must be {' or '.join(want.dtypes)}")
     if problems:
         raise CheckpointError(
-            f"{len(problems)} problems; nothing was loaded:\n  - " + "\n  - ".join(problems),
+            f"{len(problems)} problem{'s' * (len(problems) != 1)}; nothing was loaded:\n  - " + "\n  - ".join(problems),
             place=str(root),
             remedy="use the checkpoint of this configuration (number of layers, experts='bf16' or 'mxfp4')",
         )

@@ -23,7 +23,7 @@ from k3rewrite.finalise.overlap import OverlapCheck
 from k3rewrite.finalise.splice import add_eager_input_values
 from k3rewrite.graph import effects
 from k3rewrite.graph.purity import eliminate_dead_code
-from k3rewrite.vocabulary import Op
+from k3rewrite.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Op
 
 LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
@@ -66,7 +66,7 @@ def finalise_inductor(
         expansion = decompose(module, ops or {}, private.inductor_decompositions())
         eliminate_dead_code(module.graph)
         hazards = keep_reads_before_writes(module)
-        _note_strides(module.graph)
+        _prepare_calls(module.graph)
         values = output.args[0]
         assert isinstance(values, (tuple, list))
         visible = range(len(values)) if user_outputs is None else user_outputs
@@ -110,8 +110,12 @@ def _on_cuda(values: Sequence[Any]) -> bool:
     return any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values)
 
 
-def _note_strides(graph: Graph) -> None:
-    """Nodes that passes made and that insist on strides: note the strides that their inputs have in the graph."""
+def _prepare_calls(graph: Graph) -> None:
+    """Nodes that passes made: note the strides that an op insists on, and let an op of ours write after all readers."""
     for node in graph.nodes:
-        if node.op == "call_function" and "eager_input_vals" not in node.meta:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if "eager_input_vals" not in node.meta:
             add_eager_input_values(node)
+        if node.target.namespace in (NAMESPACE, KERNEL_NAMESPACE) and effects.writes(node):
+            private.realise_readers_before(node.target)

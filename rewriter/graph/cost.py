@@ -1,6 +1,6 @@
 """Launches and bytes of a node, counted as an eager executor would spend them.
 
-A view costs nothing; an ATen op is one launch that reads its tensors and writes its results; a `k3::` op asks its own
+A view costs nothing; a gather reads what it returns, a write to a part moves that part; any other ATen op is one launch that reads its tensors and writes its results; a `k3::` op asks its own
 cost function. The figures compare a graph before and after a pass; they are arithmetic, not measurements.
 """
 
@@ -37,6 +37,14 @@ def node_cost(node: Node, op_cost: Callable[[str], Callable[..., Cost] | None] |
             return own(*node_value(node.args), **node_value(node.kwargs))
     if is_view(target):
         return FREE
+    if target in _GATHERS:
+        out = tensor_bytes(node.meta.get("val"))
+        return Cost(1, out + tensor_bytes(node_value(list(node.args[1:]))), out)
+    if target in _SCATTERS:
+        values = tensor_bytes(node_value(list(node.args[1:])))
+        return Cost(1, values, values)
+    if target is torch.ops.aten.copy_.default and _is_written_in_place(node):
+        return FREE
     read = tensor_bytes(node_value(list(node.args)), node_value(list(node.kwargs.values())))
     return Cost(1, read, tensor_bytes(node.meta.get("val")))
 
@@ -50,6 +58,23 @@ def is_view(target: torch._ops.OpOverload) -> bool:
     return not any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
+def _is_written_in_place(copy: Node) -> bool:
+    """True for `copy_(pool, index_put(pool, ...))`: finalising makes it one write to the rows of the pool."""
+    pool, value = copy.args[:2]
+    while isinstance(value, Node) and value.target in _SCATTERS:
+        value = value.args[0]
+    return value is pool
+
+
+_aten = torch.ops.aten
+_GATHERS = frozenset(
+    {_aten.index.Tensor, _aten.embedding.default, _aten.index_select.default, _aten.gather.default}
+)
+"""ops that read as much of their first argument as they return"""
+_SCATTERS = frozenset(
+    {_aten.index_put.default, _aten.index_copy.default, _aten.select_scatter.default, _aten.slice_scatter.default}
+)
+"""ops that change a part of their first argument: they are counted as made in place"""
 _VIEW_LIKE = frozenset({torch.ops.aten._unsafe_view.default})
 
 

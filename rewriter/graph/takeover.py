@@ -154,6 +154,8 @@ class _Planner:
     def _whole_place(self, copy: Node, places: Mapping[Node, _Place]) -> _Place | None:
         """Place of the copied value, if it is exactly where the input is."""
         target, value = copy.args[0], copy.args[1]
+        if isinstance(value, Node) and value not in places and value.target is FUNCTIONAL_COPY:
+            value = value.args[1]  # not where it should be: see where it is, for the reason
         place = places.get(value) if isinstance(value, Node) else None
         if place is None or not place.chain or place.root is not target:
             return None
@@ -290,8 +292,8 @@ class _Planner:
         for use in self.storage.uses(root):
             if use.node is offer.node or use.node in unread or use.node.op == "output" or use.until <= here:
                 continue
-            if use.position > renewed or (effects.is_view(use.node) and not use.node.users):
-                continue
+            if use.position > renewed or effects.is_view(use.node):
+                continue  # a view reads nothing; who reads through it is a use of its own
             if use.position <= here:
                 return f"{use.node.name} is still in flight and reads {offer.value.name}"
             return f"{use.node.name} reads the old value of {offer.value.name} later"

@@ -196,7 +196,8 @@ class TestOnDevice:
         assert copied[count:].isnan().all()
 
     def test_fast_functions(self, load: Callable[[str, str], DeviceFunction]) -> None:
-        x = torch.cat([torch.randn(4096, device="cuda") * scale for scale in (0.1, 1.0, 10.0, 80.0)])
+        x = torch.cat([torch.randn(4096, device="cuda") * scale for scale in (0.1, 1.0, 10.0, 40.0)])
+        x = x.clamp(-80.0, 80.0)  # all results are finite in fp32
         out = torch.full((x.numel(), 6), float("nan"), device="cuda")
         load("numbers", "fast")(grid=(-(-x.numel() // 256),), threads=256, arguments=(x, out, x.numel()))
         wide = x.double()

@@ -146,12 +146,19 @@ def test_it_can_be_left_off() -> None:
 
 
 def test_a_symbolic_number_of_rows() -> None:
-    run = compile_and_run(rows, values(), "eager", dynamic=True)
+    def model(x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+        old = p[i]
+        p[:-1, 1:][i] = x
+        return old
+
+    inputs = torch.ones(2, 6), torch.zeros(9, 7), torch.tensor([7, 0])
+    run = compile_and_run(model, inputs, "eager", dynamic=True)
     run.assert_equal()
-    assert all(r.done for r in run.graph.in_place)
-    x, p, i = torch.ones(3, 3), torch.zeros(9, 3), torch.tensor([8, 0, 4])
-    assert torch.equal(run.function(x, p, i), torch.zeros(3, 3))
-    assert torch.equal(p.sum(1), torch.tensor([3.0, 0, 0, 0, 3, 0, 0, 0, 3]))
+    assert all(r.done for r in run.graph.in_place), run.graph.in_place
+    assert run.added_guards == []
+    x, p, i = torch.ones(3, 5), torch.zeros(11, 6), torch.tensor([8, 0, 4])
+    assert torch.equal(run.function(x, p, i), torch.zeros(3, 6))
+    assert torch.equal(p.sum(1), torch.tensor([5.0, 0, 0, 0, 5, 0, 0, 0, 5, 0, 0]))
     assert len(run.graphs) == 1
 
 

@@ -1,14 +1,18 @@
-// AttnRes with its output norm, bf16, one workgroup a row: the schedule of `attn_res_resident` in ../triton.py.
+// AttnRes with its output norm, bf16: the schedule of `attn_res_resident` in ../triton.py.
 //
 //   every thread holds its columns of all sources in registers, so each is read once, all loads in flight together
-//   -> two sums a source (square, product with the score weight) over the workgroup
+//   -> two sums a source (square, product with the score weight) over the row
 //   -> softmax over the sources, each wave for itself -> mix -> output norm -> store
+//
+// One workgroup takes a row, or on NVIDIA (sm_90 and later) a cluster of ATTN_RES_SPLIT workgroups does, which send
+// their sums to each other's shared memory: with few rows a single compute unit's arithmetic is what takes the time.
 //
 // Sizes and optional parts are macros, as one source is compiled for each shape:
 //
 //   ATTN_RES_D        columns of a row, a multiple of 8
 //   ATTN_RES_BLOCKS   sources beside the prefix, 0 to 15
-//   ATTN_RES_THREADS  threads of the workgroup; 8 columns a vector, so 448 threads take 7168 columns in 2 vectors each
+//   ATTN_RES_SPLIT    workgroups that share a row; 1 on AMD
+//   ATTN_RES_THREADS  threads of a workgroup; 8 columns a vector, so 448 threads take 7168 columns in 2 vectors each
 //   ATTN_RES_DELTA    1: prefix + delta, rounded to bf16, is the last source; 0: the prefix is
 //   ATTN_RES_STORE    1: the last source is written to new_prefix (which may be the prefix itself)
 //   ATTN_RES_NORM     1: output norm; 0: the mix itself is written
@@ -23,28 +27,43 @@ namespace {
 using namespace k3;
 
 constexpr i32 columns = ATTN_RES_D;
-constexpr i32 vectors = columns / 8;
+constexpr i32 split = ATTN_RES_SPLIT;
+constexpr i32 vectors = columns / 8 / split;  // of a workgroup
 constexpr i32 threads = ATTN_RES_THREADS;
 constexpr i32 per_thread = (vectors + threads - 1) / threads;
 constexpr i32 sources = ATTN_RES_BLOCKS + 1;
 constexpr i32 waves = threads / wave_size;
 
-static_assert(columns % 8 == 0, "ATTN_RES_D must be a multiple of 8");
+static_assert(columns % (8 * split) == 0, "ATTN_RES_D must be a multiple of 8 * ATTN_RES_SPLIT");
+static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
 static_assert(threads % wave_size == 0, "ATTN_RES_THREADS must be whole waves");
 static_assert(sources <= 16, "at most 16 sources");
 
 // Sources rounded up to a power of two: half of the sums that go over the workgroup.
 constexpr i32 half = sources > 8 ? 16 : sources > 4 ? 8 : sources > 2 ? 4 : sources;
 
+// `condition ? a : b` as a select: nvcc makes one branch of many of them, and the lanes diverge.
+K3_DEVICE float choose(u32 condition, float a, float b) {
+#if K3_NVIDIA
+    float chosen;
+    asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; selp.f32 %0, %1, %2, p; }"
+        : "=f"(chosen)
+        : "f"(a), "f"(b), "r"(condition));
+    return chosen;
+#else
+    return condition ? a : b;
+#endif
+}
+
 // Sums over the wave, `Count` of them, a power of two up to the wave's size: half of the values change lanes in each
 // step, so that the lanes end with one finished sum each, after Count - 1 exchanges instead of Count * log2(wave).
 // Lane masks in this order because the first steps exchange most, and AMD reads lanes 1, 2 and 8 apart in one move.
 template <i32 Count, i32 Mask>
-K3_DEVICE void exchange(float* values, bool upper) {
+K3_DEVICE void exchange(float* values, u32 upper) {
 #pragma unroll
     for (i32 i = 0; i < Count / 2; ++i) {
-        const float kept = upper ? values[i + Count / 2] : values[i];
-        const float sent = upper ? values[i] : values[i + Count / 2];
+        const float kept = choose(upper, values[i + Count / 2], values[i]);
+        const float sent = choose(upper, values[i], values[i + Count / 2]);
         values[i] = kept + shuffle_xor<Mask>(sent);
     }
 }
@@ -99,12 +118,50 @@ K3_DEVICE void keep_packed(u32x4& packed) {
 #endif
 }
 
+// The workgroups of a row: meeting, and leaving a value in the shared memory of each of them.
+#if K3_NVIDIA
+#define ATTN_RES_CLUSTER __cluster_dims__(ATTN_RES_SPLIT, 1, 1)
+K3_DEVICE void cluster_arrive() {
+    if constexpr (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+K3_DEVICE void cluster_wait() {
+    if constexpr (split > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+K3_DEVICE void meet() {
+    if constexpr (split == 1) {
+        barrier();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+K3_DEVICE void leave(float* place, float value) {
+    if constexpr (split == 1) {
+        *place = value;
+    } else {
+        const u32 here = static_cast<u32>(__cvta_generic_to_shared(place));
+#pragma unroll
+        for (i32 i = 0; i < split; ++i) {
+            u32 there;
+            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(i));
+            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+        }
+    }
+}
+#else
+#define ATTN_RES_CLUSTER
+K3_DEVICE void cluster_arrive() {}
+K3_DEVICE void cluster_wait() {}
+K3_DEVICE void meet() { barrier(); }
+K3_DEVICE void leave(float* place, float value) { *place = value; }
+#endif
+
 K3_DEVICE bool inside(i32 vector) { return vectors % threads == 0 || vector < vectors; }
 
 }  // namespace
 
 K3_KERNEL(ATTN_RES_THREADS)
-attn_res_norm(
+ATTN_RES_CLUSTER attn_res_norm(
     const bf16* b0, const bf16* b1, const bf16* b2, const bf16* b3, const bf16* b4, const bf16* b5, const bf16* b6,
     const bf16* b7, const bf16* b8, const bf16* b9, const bf16* b10, const bf16* b11, const bf16* b12,
     const bf16* b13, const bf16* b14, i32 r0, i32 r1, i32 r2, i32 r3, i32 r4, i32 r5, i32 r6, i32 r7, i32 r8, i32 r9,
@@ -113,8 +170,14 @@ attn_res_norm(
     const bf16* norm_weight, bf16* out, i32 out_stride, float score_eps, float norm_eps) {
     const bf16* const block_at[15] = {b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14};
     const i32 block_stride[15] = {r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, r10, r11, r12, r13, r14};
-    const i64 row = block_x();
+    __shared__ float wave_sums[split * waves][2 * half];
+    __shared__ float wave_squares[split * waves];
+    const i64 row = block_x() / split;
+    const i32 part = block_x() % split;
+    const i32 place = part * waves + wave();  // of this wave, among those of the row
+    const i32 first_column = part * vectors * 8;
     const u32x4 zero{0, 0, 0, 0};
+    cluster_arrive();
 
     u32x4 held[sources][per_thread];
     u32x4 added[per_thread];
@@ -123,7 +186,7 @@ attn_res_norm(
     for (i32 v = 0; v < per_thread; ++v) {
         const i32 vector = thread_x() + v * threads;
         const bool here = inside(vector);
-        const i32 column = vector * 8;
+        const i32 column = first_column + vector * 8;
 #pragma unroll
         for (i32 j = 0; j < ATTN_RES_BLOCKS; ++j)
             held[j][v] = here ? load16(block_at[j] + row * block_stride[j] + column) : zero;
@@ -163,24 +226,26 @@ attn_res_norm(
         }
     }
 
-    // Sums over the workgroup: each wave leaves its own in shared memory, then every wave adds up all of them.
-    __shared__ float wave_sums[waves][2 * half];
+    // Sums over the row: each wave leaves its own, then every wave adds up all of them.
     i32 index;
     const float sum_of_wave = scattered_wave_sums<2 * half>(partial, index);
-    wave_sums[wave()][index] = sum_of_wave;
-    barrier();
+    cluster_wait();  // all workgroups of the row have started: their shared memory may be written
+    leave(&wave_sums[place][index], sum_of_wave);
+    meet();
 
-    // Lane j of the wave takes source j. The softmax needs no shared memory after this.
-    const i32 mine = lane() & (half - 1);
-    float square = 0.0f, product = 0.0f;
+    // A lane adds up one of the sums, and gets its source's other one from the lane `half` away. The softmax needs no
+    // shared memory after this.
+    const i32 mine = lane() & (2 * half - 1);
+    const i32 source = mine & (half - 1);
+    float sum_of_row = 0.0f;
 #pragma unroll
-    for (i32 w = 0; w < waves; ++w) {
-        square += wave_sums[w][mine];
-        product += wave_sums[w][half + mine];
-    }
+    for (i32 w = 0; w < split * waves; ++w) sum_of_row += wave_sums[w][mine];
+    const float other = shuffle_xor<half>(sum_of_row);
+    const float square = mine < half ? sum_of_row : other;
+    const float product = mine < half ? other : sum_of_row;
     const float log2_e = 1.4426950408889634f;
     const float score = product * fast_rsqrt(square * (1.0f / columns) + score_eps) * log2_e;
-    const float shown = mine < sources ? score : -__builtin_huge_valf();
+    const float shown = source < sources ? score : -__builtin_huge_valf();
     const float share = fast_exp2(shown - group_max<half>(shown));
     const float portion = share / group_sum<half>(share);
 
@@ -188,7 +253,7 @@ attn_res_norm(
 #pragma unroll
     for (i32 v = 0; v < per_thread; ++v) {
         const i32 vector = thread_x() + v * threads;
-        if constexpr (ATTN_RES_NORM) out_weight[v] = inside(vector) ? load16(norm_weight + vector * 8) : zero;
+        if constexpr (ATTN_RES_NORM) out_weight[v] = inside(vector) ? load16(norm_weight + first_column + vector * 8) : zero;
 #pragma unroll
         for (i32 k = 0; k < 8; ++k) mix[v][k] = 0.0f;
     }
@@ -215,9 +280,13 @@ attn_res_norm(
                 square_of_mix = k3::fma(mix[v][k], mix[v][k], square_of_mix);
             }
         }
-        __shared__ float scratch[waves];
-        const float mean = block_sum<threads>(square_of_mix, scratch) * (1.0f / columns);
-        const float rstd = fast_rsqrt(mean + norm_eps);
+        square_of_mix = wave_sum(square_of_mix);
+        if (lane() == 0) leave(&wave_squares[place], square_of_mix);
+        meet();
+        float sum = 0.0f;
+#pragma unroll
+        for (i32 w = 0; w < split * waves; ++w) sum += wave_squares[w];
+        const float rstd = fast_rsqrt(sum * (1.0f / columns) + norm_eps);
 #pragma unroll
         for (i32 v = 0; v < per_thread; ++v) {
             float weight[8];
@@ -234,8 +303,9 @@ attn_res_norm(
 #pragma unroll
     for (i32 v = 0; v < per_thread; ++v) {
         const i32 vector = thread_x() + v * threads;
+        const i32 column = first_column + vector * 8;
         if (!inside(vector)) continue;
-        if constexpr (ATTN_RES_STORE) store16(new_prefix + row * new_prefix_stride + vector * 8, held[sources - 1][v]);
-        store16(out + row * out_stride + vector * 8, pack8(mix[v]));
+        if constexpr (ATTN_RES_STORE) store16(new_prefix + row * new_prefix_stride + column, held[sources - 1][v]);
+        store16(out + row * out_stride + column, pack8(mix[v]));
     }
 }
