@@ -138,12 +138,12 @@ class FoldScatteredCopy(Rule):
         return (Example("a slot of a bank", stored, _fp32),)
 
     def counterexamples(self) -> Sequence[CounterExample]:
-        def broadcast(x: Tensor) -> Tensor:
+        def cast(x: Tensor) -> Tensor:
             bank = x.unsqueeze(1).repeat(1, 3, 1)
-            bank[:, 1] = x[:1] * 2
+            bank[:, 1] = (x * 2).double()
             return bank
 
-        return (CounterExample("one row into all", broadcast, _fp32, "broadcasts"),)
+        return (CounterExample("a cast on the way", cast, _fp32, "casts"),)
 
 
 def _fp32() -> tuple[Tensor]:

@@ -189,8 +189,9 @@ def aot_module_simplified(
     from torch._functorch.aot_autograd import aot_module_simplified as aot
 
     table = dict(decompositions) if decompositions is not None else None
+    hook: Any = compiler  # the hook's type names its parameters, and they differ between versions
     return aot(
-        module, list(example_inputs), fw_compiler=compiler, decompositions=table, keep_inference_input_mutations=True
+        module, list(example_inputs), fw_compiler=hook, decompositions=table, keep_inference_input_mutations=True
     )
 
 

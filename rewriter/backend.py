@@ -52,9 +52,7 @@ class Backend:
         for name in options:
             if name not in OPTIONS:
                 raise ConfigError(f"unknown option '{name}'", place=PLACE, remedy=did_you_mean(str(name), OPTIONS))
-        pipeline = load_pipeline(
-            options.get("pipeline", "default"), known_passes=PASSES, known_targets=known_targets()
-        )
+        pipeline = load_pipeline(options.get("pipeline", "default"), known_passes=PASSES, known_targets=known_targets())
         regions, end_to_end = _choice(options, "verify", VERIFY) or (None, None)
         self.pipeline = pipeline.override(
             target=_text(options, "target"),
@@ -91,7 +89,11 @@ class Backend:
 
 
 def k3rewrite(
-    module: torch.fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Entry point of `torch.compile(model, backend="k3rewrite", options={...})`."""
     if mode is not None:
@@ -127,5 +129,3 @@ def _names(options: Mapping[str, Any]) -> dict[str, Value]:
         if not isinstance(key, str) or not isinstance(value, (bool, int, float, str)):
             raise ConfigError(f"names[{key!r}] is {value!r}", place=PLACE, remedy="give a number or a text")
     return dict(names)
-
-

@@ -37,7 +37,7 @@ def delta_chunk(
     decayed = torch.exp(total)
     keys, queries = _scores(q, k, total, block)
     inverse = unit_lower_inverse((beta * keys).tril(-1), block)
-    queries = queries.tril(-1)
+    queries = queries.tril()
     u, w = inverse @ (beta * v), inverse @ (beta * k * decayed)
     q_decayed = q * decayed
     last = total[:, :, :, -1:]

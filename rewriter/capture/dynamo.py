@@ -1,7 +1,7 @@
 """Dynamo's side of a capture: its errors with the user's line, its state between captures.
 
-    torch._dynamo.exc.Unsupported("Data-dependent branching ... File "net.py", line 6, in f ...")
-    -> CaptureError("Data-dependent branching: ...", place="net.py:6 in f")
+torch._dynamo.exc.Unsupported("Data-dependent branching ... File "net.py", line 6, in f ...")
+-> CaptureError("Data-dependent branching: ...", place="net.py:6 in f")
 """
 
 from __future__ import annotations

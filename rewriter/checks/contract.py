@@ -22,7 +22,6 @@ from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.vocabulary import NAMESPACE
 
 
-
 @dataclass(frozen=True)
 class GraphContract:
     """The observable surface of a captured graph."""

@@ -91,7 +91,9 @@ class EndToEndCheck:
             self.result.passed = False
         self.done(self.result)
         if problems:
-            shown = "; ".join(problems[:SHOWN]) + (f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else "")
+            shown = "; ".join(problems[:SHOWN]) + (
+                f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            )
             raise VerificationError(
                 f"the compiled model is not as near to fp64 as eager is: {shown}",
                 place="end-to-end check",

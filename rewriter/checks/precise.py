@@ -84,8 +84,10 @@ class DecisionInterpreter(Interpreter):
 
 def is_route(target: Any) -> bool:
     """True for `k3::route` and for an op bound to a kernel of it."""
-    return isinstance(target, torch._ops.OpOverload) and target._opname.split("__")[0] == "route" and (
-        target.namespace in ("k3", "k3_kernels")
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target._opname.split("__")[0] == "route"
+        and (target.namespace in ("k3", "k3_kernels"))
     )
 
 
@@ -116,7 +118,8 @@ def widened(value: Any) -> Any:
 
 def _wide_dtypes(arguments: Any) -> Any:
     return map_aggregate(
-        arguments, lambda a: WIDE if isinstance(a, torch.dtype) and a.is_floating_point else a  # type: ignore[arg-type]
+        arguments,
+        lambda a: WIDE if isinstance(a, torch.dtype) and a.is_floating_point else a,  # type: ignore[arg-type]
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from k3rewrite import _torch_private as private
 from k3rewrite.binding import REASON_KEY
@@ -28,7 +27,7 @@ from k3rewrite.graph import effects
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.report.schema import Decomposed
-from k3rewrite.vocabulary import NAMESPACE, Op
+from k3rewrite.vocabulary import Op
 
 Table = Mapping[Any, Callable[..., Any]]
 
@@ -102,8 +101,8 @@ class _Expander:
     def _trace(self, node: Node, arguments: _Arguments) -> splice.Body | None:
         if node.target in self.active:
             raise ContractError(f"the reference of {node.target} calls itself", place=source_line(node))
-        function = self.ops[node.target].reference if node.target in self.ops else node.target
-        assert callable(function)
+        target: Any = node.target
+        function = self.ops[target].reference if target in self.ops else target
         guards = private.guard_count(self.mode)
         fakes = arguments.fakes(self.mode)
         call = arguments.caller(function)
@@ -149,13 +148,8 @@ def _check(node: Node, body: splice.Body) -> None:
             raise ContractError(
                 f"the body of {node.target} gives result {index} with {difference}",
                 place=source_line(node),
-                remedy="make the op's fake and its reference agree" if node.target in _vocabulary(node) else None,
+                remedy="make the op's fake and its reference agree",
             )
-
-
-def _vocabulary(node: Node) -> tuple[Any, ...]:
-    target = node.target
-    return (target,) if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE else ()
 
 
 # --------------------------------------------------------------------------------------------- arguments
@@ -172,7 +166,7 @@ class _Arguments:
     @staticmethod
     def of(node: Node) -> _Arguments:
         index: dict[Node, int] = {}
-        form = map_arg((node.args, node.kwargs), lambda n: _Slot(index.setdefault(n, len(index))))
+        form = _slotted((node.args, node.kwargs), index)
         values = [n.meta.get("val") for n in index]
         key = (node.target, _freeze(form), tuple(_describe(v) for v in values), _layout(node.meta.get("val")))
         return _Arguments(tuple(index), form, key)
@@ -196,11 +190,22 @@ class _Slot:
     position: int
 
 
+def _slotted(value: Any, index: dict[Node, int]) -> Any:
+    """`value` with the position in `index` in place of each node; new nodes are added to `index`."""
+    if isinstance(value, Node):
+        return _Slot(index.setdefault(value, len(index)))
+    if isinstance(value, (tuple, list)):
+        return type(value)([_slotted(item, index) for item in value])
+    if isinstance(value, dict):
+        return {name: _slotted(item, index) for name, item in value.items()}
+    return value
+
+
 def _fill(form: Any, values: Sequence[Any]) -> Any:
     if isinstance(form, _Slot):
         return values[form.position]
     if isinstance(form, (tuple, list)):
-        return type(form)(_fill(item, values) for item in form)
+        return type(form)([_fill(item, values) for item in form])
     if isinstance(form, dict):
         return {name: _fill(item, values) for name, item in form.items()}
     return form

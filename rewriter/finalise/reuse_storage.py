@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.provenance import inherit_meta, source_line
 from k3rewrite.graph.storage import StorageMap
-from k3rewrite.graph.takeover import Offer, Plan, copy_offer, plan_takeovers, relative_views
+from k3rewrite.graph.takeover import Offer, Plan, copy_offer, every_node, plan_takeovers, relative_views
 from k3rewrite.inplace_variant import InplaceVariant, ensure_registered, inplace_variant
 from k3rewrite.vocabulary import Op
 
@@ -117,9 +117,8 @@ def _read_objection(op: Op, offer: Offer, storage: StorageMap) -> str | None:
     """Ask the op whether what it reads through another view of the storage is ever what it writes."""
     assert op.inplace_reads is not None
     bound = bound_arguments(offer.node)
-    nodes = [offer.value]
-    map_arg(bound, lambda n: nodes.append(n) or n)
-    shared = list(dict.fromkeys(n for n in nodes if storage.same_storage(n, offer.value)))
+    nodes = dict.fromkeys([offer.value, *every_node(bound)])
+    shared = [n for n in nodes if storage.same_storage(n, offer.value)]
     views = relative_views(storage.graph, shared)
     if views is None:
         return f"how {', '.join(n.name for n in shared)} overlap is not known"

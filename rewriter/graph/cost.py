@@ -67,9 +67,7 @@ def _is_written_in_place(copy: Node) -> bool:
 
 
 _aten = torch.ops.aten
-_GATHERS = frozenset(
-    {_aten.index.Tensor, _aten.embedding.default, _aten.index_select.default, _aten.gather.default}
-)
+_GATHERS = frozenset({_aten.index.Tensor, _aten.embedding.default, _aten.index_select.default, _aten.gather.default})
 """ops that read as much of their first argument as they return"""
 _SCATTERS = frozenset(
     {_aten.index_put.default, _aten.index_copy.default, _aten.select_scatter.default, _aten.slice_scatter.default}

@@ -276,7 +276,7 @@ class _Planner:
 
     def _argument_objection(self, offer: Offer, root: Root, source_in_place: bool) -> str | None:
         """Other arguments of the op in the same storage (an argument given twice counts as another)."""
-        others = [n for n in _every_node((offer.node.args, offer.node.kwargs)) if root in self.storage.roots(n)]
+        others = [n for n in every_node((offer.node.args, offer.node.kwargs)) if root in self.storage.roots(n)]
         others.remove(offer.value)
         if source_in_place and offer.source in others:
             others.remove(offer.source)
@@ -312,9 +312,15 @@ def _is_input(value: Any) -> bool:
     return isinstance(value, Node) and value.op == "placeholder"
 
 
-def _every_node(value: Any) -> list[Node]:
+def every_node(value: Any) -> list[Node]:
+    """The nodes in an argument structure, in order, each as often as it stands there."""
     found: list[Node] = []
-    map_arg(value, lambda n: found.append(n) or n)
+
+    def note(node: Node) -> Node:
+        found.append(node)
+        return node
+
+    map_arg(value, note)
     return found
 
 
