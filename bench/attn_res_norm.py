@@ -222,8 +222,11 @@ MANY_ROWS = (
     + [Schedule(False, 16, stages, max_registers=64) for stages in (1, 3)]
     + [Schedule(False, warps, 3, programs_per_cu=programs) for warps, programs in ((4, 2), (8, 2))]
 )
-HIP_LAYOUTS = ((1, 448), (1, 896), (4, 224), (7, 128), (8, 128))
-"""(workgroups that share a row, threads)"""
+HIP_LAYOUTS = [hip_kernel.Layout(1, 448), hip_kernel.Layout(1, 896)] + [
+    hip_kernel.Layout(split, threads, dependent)
+    for split, threads in ((4, 224), (7, 128), (8, 128))
+    for dependent in (False, True)
+]
 
 
 def sweep(rows_list: list[int], replays: int) -> list[dict[str, Any]]:
@@ -236,9 +239,8 @@ def sweep(rows_list: list[int], replays: int) -> list[dict[str, Any]]:
         mixes: list[tuple[str, launch.MixRows]] = []
         for schedule in [*(FEW_ROWS if rows <= 512 else []), *(MANY_ROWS if rows >= 128 else [])]:
             mixes.append((str(schedule), functools.partial(launch.mix_rows, schedule=schedule)))
-        for split, threads in HIP_LAYOUTS[: None if rows <= 128 else 1]:
-            mix = functools.partial(hip_kernel.mix_rows, split=split, threads=threads)
-            mixes.append((f"HIP source, {split} x {threads} threads", mix))
+        for layout in HIP_LAYOUTS[: None if rows <= 128 else 1]:
+            mixes.append((f"HIP source, {layout}", functools.partial(hip_kernel.mix_rows, layout=layout)))
         found = []
         for name, mix in mixes:
             with harness.only_warning(name):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from k3rewrite.binding import KERNEL_KEY
+from k3rewrite.cache_key import compilation_key
 from k3rewrite.capture import Captured
 from k3rewrite.checks.end_to_end import EndToEndCheck
 from k3rewrite.checks.regions import region_check
@@ -59,6 +60,10 @@ class Compilation:
 
     def __post_init__(self) -> None:
         self.passes = build_passes(self.pipeline, PASSES)
+        info = self.report.info
+        info.cache_key = compilation_key(
+            self.pipeline, self.target, OPS.values(), KERNELS, rank=info.rank, world=info.world
+        )
 
     def rewrite_dynamo(self, module: torch.fx.GraphModule) -> None:
         """Passes that work on Dynamo's graph, before it is lowered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,12 @@ def source_count(prefix: Tensor, blocks: Sequence[Tensor]) -> int | None:
             return None
         count += size
     return count
+
+
+def row_count(prefix: Tensor) -> int | None:
+    """Rows of the call; None if symbolic."""
+    leading = prefix.shape[:-1]
+    return math.prod(leading) if all(isinstance(size, int) for size in leading) else None
 
 
 def _rows_objection(arguments: Mapping[str, Any], prefix: Tensor, blocks: Sequence[Tensor]) -> str | None:

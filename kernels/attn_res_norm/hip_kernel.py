@@ -1,11 +1,16 @@
-"""The HIP C++ kernel (`hip/attn_res_norm.hip`): bf16, one workgroup a row, compiled for each shape.
+"""The HIP C++ kernel (`hip/attn_res_norm.hip`): bf16, compiled for each shape.
 
-It is chosen on AMD targets. The same source runs on NVIDIA through NVRTC or nvcc, which is how it is tested.
+    AMD       one workgroup a row, any number of rows
+    NVIDIA    few rows (sm_90 and later): a cluster of workgroups shares a row, because with few rows most of the chip
+              is idle and one compute unit's arithmetic is what takes the time
+
+The same source runs with one workgroup a row on NVIDIA, which is how the AMD layout is tested without an AMD GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +22,15 @@ from k3rewrite.errors import EmitError
 from k3rewrite.graph.shapes import same_size
 from k3rewrite.kernel import HipUnit
 from k3rewrite.kernels.attn_res.op import single_sources
-from k3rewrite.kernels.attn_res_norm.accept import call_parts, named_tensors, objection, source_count, target_objection
-from k3rewrite.kernels.attn_res_norm.launch import rows_of, rows_view
+from k3rewrite.kernels.attn_res_norm import launch
+from k3rewrite.kernels.attn_res_norm.accept import (
+    call_parts,
+    named_tensors,
+    objection,
+    row_count,
+    source_count,
+    target_objection,
+)
 from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES
 from k3rewrite.targets import Target, load_target
 
@@ -26,42 +38,73 @@ PATH = Path(__file__).parent / "hip" / "attn_res_norm.hip"
 SYMBOL = "attn_res_norm"
 VECTOR = 8
 """bf16 elements of a 16-byte access"""
+FEW_ROWS = 32
+"""up to so many rows a cluster a row is faster than the Triton kernels on an H200; at 128 rows it is slower"""
+CLUSTER_ARCHS = ("sm_90", "sm_100")
 
 
-def threads_for(columns: int, split: int = 1) -> int:
-    """Threads of a workgroup: two vectors each if that comes out even (448 for 7168 columns), else one, else four."""
-    vectors = columns // VECTOR // split
+@dataclass(frozen=True)
+class Layout:
+    """Workgroups that share a row, threads of each, and whether the launch overlaps the kernel before it."""
+
+    split: int
+    threads: int
+    dependent: bool = False
+
+
+def layout_for(columns: int, arch: str) -> Layout | None:
+    """The layout on a target: clusters on `CLUSTER_ARCHS` (None where they do not come out even), else one workgroup.
+
+    7168 columns are 896 vectors: 7 workgroups of 128 threads with one vector each, or one of 448 with two.
+    """
+    vectors = columns // VECTOR
+    if arch in CLUSTER_ARCHS:
+        for split in range(8, 1, -1):
+            if vectors % (32 * split) == 0 and vectors // split <= 1024:
+                return Layout(split, vectors // split, dependent=True)
+        return None
     for each in (2, 1, 4):
-        if vectors % each == 0 and vectors // each <= 1024 and (vectors // each) % 64 == 0:
-            return vectors // each
-    return min(1024, -(-vectors // 64) * 64)
+        if vectors % (64 * each) == 0 and vectors // each <= 1024:
+            return Layout(1, vectors // each)
+    return Layout(1, min(1024, -(-vectors // 64) * 64))
 
 
 def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
-    if target.vendor != "amd":
-        return target_objection(target) or f"written for AMD; on {target.vendor} the Triton kernel is chosen"
-    if reason := objection(arguments):
+    if reason := target_objection(target) or objection(arguments) or _data_objection(arguments):
         return reason
-    if arguments["out_dtype"] != torch.bfloat16:
-        return "writes bfloat16"
-    for name, tensor in named_tensors(arguments):
-        if tensor.dtype != torch.bfloat16:
-            return f"{name} is {tensor.dtype}; everything is bfloat16 in this kernel".replace("torch.", "")
+    prefix, blocks = call_parts(arguments)
+    columns, count = prefix.shape[-1], source_count(prefix, blocks)
+    if target.vendor == "nvidia":
+        if target.arch not in CLUSTER_ARCHS:
+            return f"{target.arch} has no clusters of workgroups"
+        rows = row_count(prefix)
+        if rows is None or rows > FEW_ROWS:
+            return f"for up to {FEW_ROWS} rows; there are {'a symbolic number' if rows is None else rows}"
+    layout = layout_for(columns, target.arch)
+    if layout is None:
+        return f"rows of {columns} elements do not come out even over a cluster of workgroups"
+    registers = (count or 1) * -(-columns // VECTOR // (layout.split * layout.threads)) * 4
+    if registers + 64 > (available := _registers(target, layout.threads)):
+        return f"{count} sources take {registers} registers a thread, of {available} beside what the arithmetic needs"
+    return None
+
+
+def _data_objection(arguments: Mapping[str, Any]) -> str | None:
+    """bf16 throughout, and 16-byte accesses."""
     for name in ("mix_dtype", "scale_dtype"):
         if arguments.get(name) == torch.float16:
             return f"{name} is float16; bfloat16 and float32 are offered"
-    prefix, blocks = call_parts(arguments)
-    columns, count = prefix.shape[-1], source_count(prefix, blocks)
+    if arguments["out_dtype"] != torch.bfloat16:
+        return "writes bfloat16"
+    columns = call_parts(arguments)[0].shape[-1]
     if columns % VECTOR:
         return f"rows of {columns} elements; a multiple of {VECTOR} is needed for 16-byte accesses"
     for name, tensor in named_tensors(arguments):
-        for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True):
-            if not same_size(size, 1) and not (isinstance(stride, int) and stride % VECTOR == 0):
-                return f"{name} has a row stride of {stride}; a multiple of {VECTOR} is needed for 16-byte accesses"
-    threads = threads_for(columns)
-    registers = (count or 1) * -(-columns // VECTOR // threads) * 4
-    if registers + 64 > (available := _registers(target, threads)):
-        return f"{count} sources take {registers} registers a thread, of {available} beside what the arithmetic needs"
+        if tensor.dtype != torch.bfloat16:
+            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}; everything is bfloat16 in this kernel"
+        steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if not same_size(n, 1)][:-1]
+        if any(not isinstance(step, int) or step % VECTOR for step in (*steps, tensor.storage_offset())):
+            return f"rows of {name} do not begin at multiples of 16 bytes (strides {tuple(tensor.stride())})"
     return None
 
 
@@ -73,11 +116,12 @@ def _registers(target: Target, threads: int) -> int:
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
     prefix, blocks = call_parts(arguments)
-    count = source_count(prefix, blocks)
-    assert count is not None, "accepts has refused a symbolic number of sources"
+    count, layout = source_count(prefix, blocks), layout_for(prefix.shape[-1], target.arch)
+    assert count is not None and layout is not None, "accepts has refused such a call"
     delta = arguments.get("delta") is not None
     return [
         unit(
+            layout,
             prefix.shape[-1],
             count - 1,
             delta=delta,
@@ -90,6 +134,7 @@ def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
 
 
 def unit(
+    layout: Layout,
     columns: int,
     blocks: int,
     *,
@@ -98,18 +143,14 @@ def unit(
     norm: bool,
     mix: torch.dtype,
     scale: torch.dtype,
-    split: int = 1,
-    threads: int = 0,
 ) -> HipUnit:
-    """What to compile for rows of `columns` elements and `blocks` sources beside the prefix.
-
-    `split` workgroups share a row (NVIDIA only); 0 threads: as many as suit the rows.
-    """
+    """What to compile for rows of `columns` elements and `blocks` sources beside the prefix."""
     values = {
         "D": columns,
         "BLOCKS": blocks,
-        "SPLIT": split,
-        "THREADS": threads or threads_for(columns, split),
+        "SPLIT": layout.split,
+        "DEPENDENT": int(layout.dependent),
+        "THREADS": layout.threads,
         "DELTA": int(delta),
         "STORE": int(store),
         "NORM": int(norm),
@@ -133,26 +174,31 @@ def mix_rows(
     out_dtype: torch.dtype,
     mix_dtype: torch.dtype = torch.float32,
     scale_dtype: torch.dtype = torch.float32,
-    split: int = 1,
-    threads: int = 0,
+    layout: Layout | None = None,
 ) -> Tensor:
-    """As `launch.mix_rows`, by the HIP kernel, compiled at the first call of each shape."""
+    """As `launch.mix_rows`, by the HIP kernel, compiled at the first call of each shape.
+
+    A `layout` takes the place of the target's own: for benchmarks and tests.
+    """
     out = prefix.new_empty(prefix.shape, dtype=out_dtype)
     if out.numel() == 0:
         return out
     columns = prefix.shape[-1]
-    *singles, last = (rows_of(source) for source in single_sources(prefix, blocks))
+    *singles, last = (launch.rows_of(source) for source in single_sources(prefix, blocks))
+    chosen = layout or layout_for(columns, launch.device_facts(prefix.device)[0])
+    assert chosen is not None, "accepts has refused such a width"
     wanted = unit(
-        columns, len(singles), delta=delta is not None, store=updated is not None, norm=norm_weight is not None,
-        mix=mix_dtype, scale=scale_dtype, split=split, threads=threads,
+        chosen, columns, len(singles), delta=delta is not None, store=updated is not None,
+        norm=norm_weight is not None, mix=mix_dtype, scale=scale_dtype,
     )  # fmt: skip
-    stored = last if updated is None else rows_view(updated)
-    added = last if delta is None else rows_of(delta)
+    stored = last if updated is None else launch.rows_view(updated)
+    added = last if delta is None else launch.rows_of(delta)
     absent = MAX_SOURCES - 1 - len(singles)
     with torch.cuda.device(prefix.device):
         _function(tuple(wanted.defines.items()), prefix.device)(
-            grid=(last.shape[0] * split,),
-            threads=int(wanted.defines["ATTN_RES_THREADS"]),
+            grid=(last.shape[0] * chosen.split,),
+            threads=chosen.threads,
+            dependent=chosen.dependent,
             arguments=[
                 *singles, *[last] * absent, *(single.stride(0) for single in singles), *[0] * absent,
                 last, last.stride(0), added, added.stride(0), stored, stored.stride(0),

@@ -186,7 +186,7 @@ def _prepare_verify(inputs: VerifyInputs, max_context: int, history: int) -> Ste
 
 def _prepare_prefill(inputs: PrefillInputs, max_context: int, history: int) -> Step:
     batch, width = inputs.tokens.shape
-    dead = inputs.slots <= 0
+    dead = (inputs.slots <= 0) | (inputs.lengths <= 0)
     slots = inputs.slots.masked_fill(dead, 0)
     lengths = inputs.lengths.masked_fill(dead, 0).unsqueeze(1)
     starts = inputs.start_positions.masked_fill(dead, 0).unsqueeze(1)

@@ -23,8 +23,32 @@ _HIP_LIBRARIES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
 _CUDA = ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel")
 _HIP = ("hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel")
 _MAX_DYNAMIC_SHARED = 8
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _LARGE_SHARED = 48 * 1024
 """above this much, CUDA (not HIP) wants the function's limit raised"""
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: an identifier and a union of 64 bytes, of which the first integer is used here."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h: grid, block, dynamic shared memory, stream, attributes."""
+
+    _fields_ = (
+        ("dimensions", ctypes.c_uint * 6),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
 
 
 class DeviceFunction:
@@ -40,8 +64,12 @@ class DeviceFunction:
         threads: int,
         arguments: Sequence[torch.Tensor | int | float],
         dynamic_lds: int = 0,
+        dependent: bool = False,
     ) -> None:
         """Launch on torch's current stream; safe inside graph capture.
+
+        `dependent` (CUDA only): the launch may overlap the end of the kernel before it (programmatic dependent launch);
+        the kernel must wait with `griddepcontrol.wait` before it touches global memory.
 
         A tensor is passed as its address, an int as 32 bits, a float as a 32-bit float, as the kernel must declare
         them. `grid`: one to three numbers of workgroups; nothing is launched if one of them is 0.
@@ -54,6 +82,12 @@ class DeviceFunction:
             self._call("cuFuncSetAttribute", self._handle, _MAX_DYNAMIC_SHARED, dynamic_lds)
         blocks = [*grid, 1, 1][:3]
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if dependent and self._names == _CUDA:
+            attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
+            dimensions = (ctypes.c_uint * 6)(*blocks, threads, 1, 1)
+            config = _LaunchConfig(dimensions, dynamic_lds, stream, ctypes.pointer(attribute), 1)
+            self._call("cuLaunchKernelEx", ctypes.byref(config), self._handle, pointers, None)
+            return
         self._call(self._names[2], self._handle, *blocks, threads, 1, 1, dynamic_lds, stream, pointers, None)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -143,7 +143,10 @@ class Timings:
 
 @dataclass
 class RunInfo:
-    """What was compiled, how, with which versions. `date` is ISO 8601 with the offset; `commit` is "" outside git."""
+    """What was compiled, how, with which versions. `date` is ISO 8601 with the offset; `commit` is "" outside git.
+
+    `cache_key` stands for everything beside the graph that decides the result (see cache_key.py).
+    """
 
     model: str
     config: str = ""
@@ -161,6 +164,7 @@ class RunInfo:
     command: str = ""
     date: str = ""
     commit: str = ""
+    cache_key: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
 

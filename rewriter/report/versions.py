@@ -17,12 +17,13 @@ def describe_versions() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **_installed()},
+        "versions": installed_versions(),
     }
 
 
-def _installed() -> dict[str, str]:
-    found = {}
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what is compiled."""
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

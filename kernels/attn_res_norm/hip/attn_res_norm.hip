@@ -12,6 +12,7 @@
 //   ATTN_RES_D        columns of a row, a multiple of 8
 //   ATTN_RES_BLOCKS   sources beside the prefix, 0 to 15
 //   ATTN_RES_SPLIT    workgroups that share a row; 1 on AMD
+//   ATTN_RES_DEPENDENT  1: launched while the kernel before it may still run (sm_90 and later); 0 on AMD
 //   ATTN_RES_THREADS  threads of a workgroup; 8 columns a vector, so 448 threads take 7168 columns in 2 vectors each
 //   ATTN_RES_DELTA    1: prefix + delta, rounded to bf16, is the last source; 0: the prefix is
 //   ATTN_RES_STORE    1: the last source is written to new_prefix (which may be the prefix itself)
@@ -148,8 +149,18 @@ K3_DEVICE void leave(float* place, float value) {
         }
     }
 }
+// Programmatic dependent launch: what the kernel before this one wrote may be read after the wait; the kernel after
+// this one may be launched (and wait) after the release.
+K3_DEVICE void wait_for_earlier_kernel() {
+    if constexpr (ATTN_RES_DEPENDENT) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+K3_DEVICE void release_later_kernel() {
+    if constexpr (ATTN_RES_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 #else
 #define ATTN_RES_CLUSTER
+K3_DEVICE void wait_for_earlier_kernel() {}
+K3_DEVICE void release_later_kernel() {}
 K3_DEVICE void cluster_arrive() {}
 K3_DEVICE void cluster_wait() {}
 K3_DEVICE void meet() { barrier(); }
@@ -178,6 +189,7 @@ ATTN_RES_CLUSTER attn_res_norm(
     const i32 first_column = part * vectors * 8;
     const u32x4 zero{0, 0, 0, 0};
     cluster_arrive();
+    wait_for_earlier_kernel();
 
     u32x4 held[sources][per_thread];
     u32x4 added[per_thread];
@@ -229,6 +241,7 @@ ATTN_RES_CLUSTER attn_res_norm(
     // Sums over the row: each wave leaves its own, then every wave adds up all of them.
     i32 index;
     const float sum_of_wave = scattered_wave_sums<2 * half>(partial, index);
+    release_later_kernel();
     cluster_wait();  // all workgroups of the row have started: their shared memory may be written
     leave(&wave_sums[place][index], sum_of_wave);
     meet();
