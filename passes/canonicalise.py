@@ -76,7 +76,9 @@ class FoldCasts(Rule):
 
     def counterexamples(self) -> Sequence[CounterExample]:
         return (
-            CounterExample("a rounding between two wide regions", lambda x: x.float().bfloat16().float(), _fp32, "rounds"),
+            CounterExample(
+                "a rounding between two wide regions", lambda x: x.float().bfloat16().float(), _fp32, "rounds"
+            ),
         )
 
 
@@ -104,7 +106,7 @@ class FoldCopy(Rule):
 
 
 class FoldScatteredCopy(Rule):
-    """A functional copy that only lends its strides to a value which is then written into a slot: they do not matter."""
+    """A functional copy that only lends its strides to a value which is then written into a slot."""
 
     name = "fold_scattered_copy"
     policy = Policy.EXACT

@@ -138,6 +138,7 @@ class FuseAttnResNorm(Rule):
 
 def _which_is_prefix(first: Node, second: Node) -> tuple[Node, Node]:
     """Addition commutes; the prefix is the operand that an earlier update made, if only one is such."""
+
     def is_updated(node: Node) -> bool:
         source = node.args[0] if node.args else None
         return isinstance(source, Node) and source.target is _K3.add_attn_res_norm.default and node.args[1] == 0

@@ -67,9 +67,7 @@ class FuseBlockWrite(Rule):
 
     def check(self, match: Match) -> Refusal | None:
         bank, prefix = match.value("bank"), match.value("prefix")
-        if match["dim"] not in (-2, bank.dim() - 2) or not same_sizes(
-            (*bank.shape[:-2], bank.shape[-1]), prefix.shape
-        ):
+        if match["dim"] not in (-2, bank.dim() - 2) or not same_sizes((*bank.shape[:-2], bank.shape[-1]), prefix.shape):
             return Refusal("the block is not stored as one slot of a bank [..., slots, d]", match.root)
         if bank.dtype != prefix.dtype:
             return Refusal(f"the bank is {bank.dtype}, the prefix {prefix.dtype}", match.root)
@@ -79,7 +77,8 @@ class FuseBlockWrite(Rule):
         slots = match.value("bank").shape[-2]
         slot = match["slot"] if match["slot"] >= 0 else match["slot"] + slots
         node = builder.call(
-            _K3.write_attn_res_norm.default, match["prefix"], match["delta"], list(match["blocks"]), match["bank"], slot,
+            _K3.write_attn_res_norm.default, match["prefix"], match["delta"], list(match["blocks"]), match["bank"],
+            slot,
             match["score_norm"], match["score_proj"], match["score_eps"], match["weight"], match["eps"],
             compute_dtype=match["compute"], mix_dtype=match["mix"], scale_dtype=match["scale"], out_dtype=match["out"],
         )  # fmt: skip

@@ -101,7 +101,7 @@ class LiftNormalize(Rule):
                     call("vector_norm", _X, Anything("ord"), LAST_DIM, keepdim=True, name="anchor"),
                     Number("eps"),
                 )
-            ),  # fmt: skip
+            ),
         ),
         "out",
     )

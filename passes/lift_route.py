@@ -59,7 +59,9 @@ def _topk(values: Pattern) -> Pattern:
 _SELECTED = _topk(call("add", _SCORES, Var("bias"))) | _topk(_SCORES)
 _IDS = Item(_SELECTED, 1, "ids")
 _GATHERED = call("gather", _SCORES, Anything("gather_dim"), _IDS) | Item(_topk(_SCORES), 0)
-_LATE_SOFTMAX = call("softmax", Cast(Item(_topk(_LOGITS), 0), "late_dtype"), Anything("softmax_dim"), False, name="late")
+_LATE_SOFTMAX = call(
+    "softmax", Cast(Item(_topk(_LOGITS), 0), "late_dtype"), Anything("softmax_dim"), False, name="late"
+)
 _WEIGHTS = Cast(_GATHERED, "gathered") | _LATE_SOFTMAX
 _TOTAL = call("sum", _WEIGHTS, LAST_DIM, keepdim=True)
 _RENORMALISED = call("div", _WEIGHTS, call("add", _TOTAL, Number("eps")) | _TOTAL, name="renormalised")
@@ -97,7 +99,9 @@ class LiftRoute(Rule):
         return None
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
-        score = "sigmoid" if "sigmoid" in match.bindings else "softmax" if "softmax" in match.bindings else "topk_softmax"
+        score = (
+            "sigmoid" if "sigmoid" in match.bindings else "softmax" if "softmax" in match.bindings else "topk_softmax"
+        )
         node = builder.call(
             torch.ops.k3.route.default, match["logits"], match.get("bias"), match["top_k"], score,
             "renormalised" in match.bindings, float(match.get("eps", 0.0)), float(match.get("scale", 1.0)),

@@ -10,7 +10,7 @@ others and the estimates are in the reason. What is left is expanded to its refe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,12 +25,17 @@ from k3rewrite.pipeline.pass_base import Pass, PassContext
 from k3rewrite.report.schema import Miss, PassReport, Site
 from k3rewrite.vocabulary import NAMESPACE
 
+Language = Literal["auto", "triton", "hip"]
+
 
 @dataclass(frozen=True)
 class SelectPass(Pass):
     """Bind each k3:: op to the kernel of the target with the smallest estimated time."""
 
     name: ClassVar[str] = "select"
+
+    language: Language = "auto"
+    """auto: whatever is estimated fastest; triton or hip: kernels in that language only"""
 
     def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
         for node in list(module.graph.nodes):
@@ -39,7 +44,7 @@ class SelectPass(Pass):
                 continue
             report.candidates += 1
             where = {"site": node.name, "source": source_line(node), "module": module_path(node)}
-            kernel, reason = choose(node, target._opname, context)
+            kernel, reason = choose(node, target._opname, context, self.language)
             if kernel is None:
                 if context.on_miss == "error":
                     raise UnsupportedError(
@@ -58,7 +63,7 @@ class SelectPass(Pass):
             report.sites.append(Site(replaced_by=f"{op.name}: {reason}", policy="exact", **where))
 
 
-def choose(node: Node, op_name: str, context: PassContext) -> tuple[Kernel | None, str]:
+def choose(node: Node, op_name: str, context: PassContext, language: Language = "auto") -> tuple[Kernel | None, str]:
     """The kernel for a node and why, or None and the objections of all kernels of the op."""
     kernels = [k for k in context.kernels if k.op == op_name]
     if not kernels:
@@ -69,6 +74,8 @@ def choose(node: Node, op_name: str, context: PassContext) -> tuple[Kernel | Non
     objections, accepting = [], []
     for kernel in kernels:
         objection = kernel.accepts(arguments, context.target)
+        if language not in ("auto", kernel.language):
+            objection = f"the pipeline asks for {language}"
         if objection is None:
             accepting.append((kernel.cost_us(arguments, context.target), kernel))
         else:

@@ -40,6 +40,8 @@ VECTOR = 8
 """bf16 elements of a 16-byte access"""
 FEW_ROWS = 32
 """up to so many rows a cluster a row is faster than the Triton kernels on an H200; at 128 rows it is slower"""
+ARITHMETIC_REGISTERS = 132
+"""what a thread needs beside the sources that it holds: read from the compiled objects of 1 to 16 sources"""
 CLUSTER_ARCHS = ("sm_90", "sm_100")
 
 
@@ -84,7 +86,7 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
     if layout is None:
         return f"rows of {columns} elements do not come out even over a cluster of workgroups"
     registers = (count or 1) * -(-columns // VECTOR // (layout.split * layout.threads)) * 4
-    if registers + 64 > (available := _registers(target, layout.threads)):
+    if registers + ARITHMETIC_REGISTERS > (available := _registers(target, layout.threads)):
         return f"{count} sources take {registers} registers a thread, of {available} beside what the arithmetic needs"
     return None
 

@@ -147,7 +147,7 @@ def mix_rows(
     added = None if delta is None else rows_of(delta)
     stored = None if updated is None else rows_view(updated)
     arch, compute_units = device_facts(prefix.device)
-    chosen = schedule or schedule_for(arch, rows, len(singles) + 1, columns, prefix.element_size())
+    chosen = schedule or schedule_for(arch, rows, len(singles) + 1, columns, prefix.dtype)
     absent = (None,) * (MAX_SOURCES - 1 - len(singles))
     programs = rows
     options: dict[str, Any] = {"num_warps": chosen.num_warps, "num_stages": 1}

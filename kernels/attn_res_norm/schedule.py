@@ -6,8 +6,10 @@ at run time: the entries come from a sweep (`bench/attn_res_norm.py --sweep`), o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+import torch
 
 MAX_SOURCES = 16
 MAX_COLUMNS = 16384
@@ -32,42 +34,51 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Row:
-    """`schedule` for at most `rows` rows, if all sources of a row take at most `row_bytes` bytes; 0: any."""
+    """`schedule` for at most `rows` rows (0: any number) and, if resident, for bf16 sources of `row_bytes` together."""
 
     rows: int
     row_bytes: int
     schedule: Schedule
 
 
+_NINE_SOURCES = 9 * 8192 * 2
+"""bytes of K3's largest row of sources, 9 of 7168 bf16, padded: what still fits in registers without spills"""
+
 # Measured on an H200 (bench/attn_res_norm.py --sweep) at 9 sources of 7168 bf16: with at most one row a compute unit
-# resident is faster (128 rows: 8.4 us against 10.4), with more rows streamed (512: 27.1 against 31.1).
+# resident is faster (128 rows: 8.5 us against 10.4), with more rows streamed (512: 27.2 against 31.1).
 _HOPPER = (
-    _Row(132, 147456, Schedule(resident=True, num_warps=8, dependent_launch=True)),
+    _Row(132, _NINE_SOURCES, Schedule(resident=True, num_warps=16, dependent_launch=True)),
     _Row(0, 0, Schedule(resident=False, num_warps=4, stages=3, dependent_launch=True)),
 )
-# AMD: not measured. Registers and LDS fit without spills; one row a compute unit is resident, as on NVIDIA.
+# Not measured, only compiled. 9 sources spill two registers on sm_100.
+_BLACKWELL = (
+    _Row(148, _NINE_SOURCES * 8 // 9, Schedule(resident=True, num_warps=16, dependent_launch=True)),
+    _Row(0, 0, Schedule(resident=False, num_warps=4, stages=3, dependent_launch=True)),
+)
+# Not measured, only compiled.
 _CDNA = (
-    _Row(256, 147456, Schedule(resident=True, num_warps=8)),
+    _Row(256, _NINE_SOURCES, Schedule(resident=True, num_warps=8)),
     _Row(0, 0, Schedule(resident=False, num_warps=4, stages=2)),
 )
 _ANY = (_Row(0, 0, Schedule(resident=False, num_warps=8, stages=2)),)
-_TABLES = MappingProxyType({"sm_90": _HOPPER, "sm_100": _HOPPER, "gfx950": _CDNA, "gfx942": _CDNA})
+_TABLES = MappingProxyType({"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx950": _CDNA, "gfx942": _CDNA})
 
 
-def schedule_for(arch: str, rows: int, sources: int, columns: int, itemsize: int) -> Schedule:
-    """The schedule of a call with `rows` rows of `sources` sources of `columns` elements of `itemsize` bytes."""
-    row_bytes = sources * padded(columns) * itemsize
+def schedule_for(arch: str, rows: int, sources: int, columns: int, dtype: torch.dtype) -> Schedule:
+    """The schedule of a call with `rows` rows of `sources` sources of `columns` elements."""
+    row_bytes = sources * padded(columns) * dtype.itemsize
     for entry in _TABLES.get(arch, _ANY):
-        if (not entry.rows or rows <= entry.rows) and (not entry.row_bytes or row_bytes <= entry.row_bytes):
+        fits = not entry.schedule.resident or (dtype == torch.bfloat16 and row_bytes <= entry.row_bytes)
+        if fits and (not entry.rows or rows <= entry.rows):
             return _narrowed(entry.schedule, columns)
     raise AssertionError("the last entry of a table takes every call")
 
 
-def schedules_of(arch: str, sources: int, columns: int, itemsize: int) -> tuple[Schedule, ...]:
+def schedules_of(arch: str, sources: int, columns: int, dtype: torch.dtype) -> tuple[Schedule, ...]:
     """Every schedule that some number of rows gets, without repetition: what to compile for a symbolic batch."""
     ends = sorted({entry.rows for entry in _TABLES.get(arch, _ANY) if entry.rows})
     rows = [*ends, (ends[-1] if ends else 0) + 1]
-    return tuple(dict.fromkeys(schedule_for(arch, count, sources, columns, itemsize) for count in rows))
+    return tuple(dict.fromkeys(schedule_for(arch, count, sources, columns, dtype) for count in rows))
 
 
 def padded(columns: int) -> int:
@@ -85,10 +96,4 @@ def _narrowed(schedule: Schedule, columns: int) -> Schedule:
     fitting = max(1, padded(columns) // 256)
     if fitting >= schedule.num_warps:
         return schedule
-    return Schedule(
-        resident=schedule.resident,
-        num_warps=fitting,
-        stages=schedule.stages,
-        programs_per_cu=schedule.programs_per_cu,
-        dependent_launch=schedule.dependent_launch,
-    )
+    return replace(schedule, num_warps=fitting, max_registers=0)

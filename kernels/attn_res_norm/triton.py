@@ -23,27 +23,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def widened(value, PTX: tl.constexpr, AGAIN: tl.constexpr):
-    """bf16, fp16 or fp32 to fp32.
+def widened_again(value, PTX: tl.constexpr):
+    """fp32 of a bf16, fp16 or fp32 `value` that was converted before, for its score.
 
-    bf16 in one instruction an element: the compiler's own conversion takes up to two, and with few rows instructions
-    are what takes the time. AGAIN makes a second conversion of the same value one that the compiler cannot merge with
-    the first: it would keep the fp32 value, twice as many registers, alive from the scores to the mix.
+    bf16 in another way than then: the compiler would merge the two conversions and keep the fp32 value, twice as many
+    registers, alive from the scores to the mix. In PTX it is one instruction an element, the compiler's own up to two.
     """
     if value.dtype == tl.bfloat16:
         if PTX:
-            if AGAIN:
-                return tl.inline_asm_elementwise(
-                    "and.b32 $1, $2, 0xffff0000; shl.b32 $0, $2, 16;", "=r,=r,r", [value], tl.float32, True, 2
-                )
-            else:
-                return tl.inline_asm_elementwise(
-                    "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [value], tl.float32, True, 2
-                )
-        elif AGAIN:
-            return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            return tl.inline_asm_elementwise(
+                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [value], tl.float32, True, 2
+            )
         else:
-            return value.to(tl.float32)
+            return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return value.to(tl.float32)
 
@@ -148,7 +140,7 @@ def attn_res_resident(
         if len(values) - len(scores) >= 16 >> step:
             terms = ()
             for i in tl.static_range(16 >> step):
-                value = widened(values[len(scores) + i], PTX, False)
+                value = values[len(scores) + i].to(tl.float32)
                 terms = terms + (value * value, value * weight)
             sums = row_sums(terms)
             for i in tl.static_range(16 >> step):
@@ -162,7 +154,7 @@ def attn_res_resident(
     for j in tl.static_range(len(values)):
         share = tl.exp2(scores[j] - largest)
         total += share
-        mix += share * widened(values[j], PTX, True)
+        mix += share * widened_again(values[j], PTX)
     if STORE:
         # After the reductions: lanes that share an element have all read it, so it may go where the old one was.
         tl.store(new_prefix_ptr + row * new_prefix_stride + columns, updated, mask=inside)
@@ -191,7 +183,7 @@ def attn_res_streamed(
     for program_row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(program_row, tl.int64)
         updated = new_prefix(prefix, delta, row, prefix_stride, delta_stride, columns, inside, DELTA)
-        mix = widened(updated, PTX, False)
+        mix = updated.to(tl.float32)
         largest = score(mix, weight, score_eps, D)
         total = 1.0
         if STORE:
@@ -204,12 +196,12 @@ def attn_res_streamed(
                 for i in tl.static_range(1, BLOCKS):
                     address = tl.where(j == i, blocks[i] + row * row_strides[i], address)
                 value = tl.load(address + columns, mask=inside, other=0.0, eviction_policy="evict_first")
-                new_score = score(widened(value, PTX, False), weight, score_eps, D)
+                new_score = score(value.to(tl.float32), weight, score_eps, D)
                 new_largest = tl.maximum(largest, new_score)
                 keep = tl.exp2(largest - new_largest)
                 share = tl.exp2(new_score - new_largest)
                 total = total * keep + share
-                mix = mix * keep + share * widened(value, PTX, True)
+                mix = mix * keep + share * widened_again(value, PTX)
                 largest = new_largest
         finish(
             mix * (1.0 / total), row, columns, inside, norm_weight, norm_eps, out, out_stride,

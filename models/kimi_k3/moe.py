@@ -44,5 +44,5 @@ class LatentMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)
         latent = self.parallel.all_reduce(self.experts(self.routed_expert_down_proj(x), weights, ids))
-        routed = self.routed_expert_up_proj(latent)
+        routed = self.routed_expert_up_proj(self.routed_expert_norm(latent))
         return routed + self.parallel.all_reduce(self.shared_experts(x))

@@ -172,6 +172,22 @@ def test_an_integer_and_a_float_constant_are_two_calls() -> None:
     assert integer.dtype == torch.int64 and floating.dtype == torch.float32
 
 
+def test_a_trace_for_one_type_of_constant_does_not_serve_another() -> None:
+    typed = _op(
+        "typed",
+        "(Tensor x, Scalar value) -> Tensor",
+        lambda x, value: x + {bool: 10, int: 20, float: 30}[type(value)],
+        lambda x, value: torch.empty_like(x),
+    )
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return typed.overload(x, True), typed.overload(x, 1), typed.overload(x, 1.0)
+
+    module, (x,) = capture(model, torch.zeros(2))
+    assert expand(module, typed).traces == 3
+    assert [r[0].item() for r in module(x)] == [10, 20, 30]
+
+
 def test_one_trace_serves_equal_calls_and_only_those() -> None:
     def model(x: Tensor, w: Tensor, wide: Tensor) -> Tensor:
         for _ in range(5):

@@ -121,6 +121,13 @@ def shifted_onto_itself(x: Tensor, p: Tensor, i: Tensor) -> Tensor:
     return x + 1
 
 
+def part_of_the_old_value(x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    new = p.index_put((i,), x)
+    part = p[:, :2].index_put((i,), x[:, :2] * 3)
+    p.copy_(torch.slice_scatter(new, part, 1, 0, 2))
+    return x + 1
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -128,6 +135,7 @@ def shifted_onto_itself(x: Tensor, p: Tensor, i: Tensor) -> Tensor:
         (late_alias, "exp reads the old value of"),
         (other_dtype, "views the same memory as torch.int32"),
         (returned, "is returned, and would share storage"),
+        (part_of_the_old_value, "index_put_1 reads the old value of"),
         (shifted_onto_itself, "another argument, is in the same storage"),
     ],
 )

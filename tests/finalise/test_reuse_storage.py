@@ -377,6 +377,20 @@ def test_constants_foreign_results_and_transfers_in_flight_are_refused() -> None
         assert not record.done and reason in record.reason
 
 
+def test_what_lives_in_an_input_already_is_not_taken_over_again() -> None:
+    def build(graph: torch.fx.Graph, x: Node, p: Node) -> Node:
+        new = graph.call_function(grow, (x, p))
+        graph.call_function(aten.copy_.default, (p, new))
+        return graph.call_function(grow, (x, new))  # behind the copy: the input must keep `new`
+
+    module = _graph(build)
+    records = reuse(module)
+    assert [r.done for r in records] == [True, False] and "will live in the input p" in records[1].reason
+    pool = torch.full((3,), 5.0)
+    (result,) = module(torch.ones(3), pool)
+    assert torch.equal(pool, torch.full((3,), 11.0)) and torch.equal(result, torch.full((3,), 23.0))
+
+
 def test_synthetic_bases_are_refused() -> None:
     """Two overlapping views of one buffer, one of them written: AOTAutograd makes one input of both."""
 

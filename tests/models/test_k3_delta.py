@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from k3rewrite.models.kimi_k3 import KimiK3Config
-from k3rewrite.models.kimi_k3.delta_chunk import delta_chunk, unit_lower_inverse
+from k3rewrite.models.kimi_k3.delta_chunk import _scores, delta_chunk, unit_lower_inverse
 from k3rewrite.models.kimi_k3.delta_rule import delta_step
 from k3rewrite.models.kimi_k3.norms import l2_norm
 
@@ -153,3 +153,11 @@ def test_l2_norm_adds_eps_to_the_sum() -> None:
     x = torch.full((1, 4), 1e-3, dtype=torch.float64)
     torch.testing.assert_close(l2_norm(x), x / math.sqrt(4e-6 + 1e-6))
     assert l2_norm(torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+def test_scores_are_finite_everywhere() -> None:
+    """Also in the columns behind a block, which are cut off later: exp(63 * 5) is no number to multiply with."""
+    q, k, _, g, _, _ = (x.float() for x in draw(64, 0))
+    total = torch.full_like(g, -5.0).cumsum(1).transpose(1, 2)
+    for scores in _scores(q.transpose(1, 2), k.transpose(1, 2), total, 16):
+        assert scores.shape == (1, 2, 64, 64) and torch.isfinite(scores).all()

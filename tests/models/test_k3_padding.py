@@ -203,3 +203,23 @@ def test_rejected_drafts_leave_no_trace() -> None:
 
     plain, drafted = run(torch.zeros(1, 3, dtype=torch.long)), run(random_tokens(m, 1, 3, seed=5))
     torch.testing.assert_close(torch.stack(plain), torch.stack(drafted), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("phase", ["decode", "verify", "prefill"])
+def test_padding_rows_stay_finite_inside(phase: str) -> None:
+    """Fault 2: a row that carried NaN would be routed somewhere and would poison what sums over rows or tiles."""
+    m = model()
+    seen: list[Tensor] = []
+    for layer in m.model.layers:
+        for module in (layer, layer.self_attn, layer.block_sparse_moe if layer.is_moe else layer.mlp):
+            module.register_forward_hook(lambda _m, _i, o: seen.append(o))
+    state = filled_state(m, slots=10, speculative=3)
+    tokens = random_tokens(m, 3, 4)
+    if phase == "decode":
+        decode(m, state, tokens[:, 0], [0, 2, -1], [12, 12, 12])
+    elif phase == "verify":
+        table = torch.tensor([[0] * 4, [3, 8, 1, 6], [-1] * 4])
+        verify(m, state, tokens, table, [1, 2, 1], [12, 12, 12])
+    else:
+        prefill(m, state, tokens, [0, 2, 3], starts=[12, 12, 0], lengths=[4, 3, 0])
+    assert len(seen) == 15 and all(torch.isfinite(value).all() for value in seen)
