@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import subprocess
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,11 +36,18 @@ class Timing:
     p90: float
 
 
-def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 200, warmup: int = 5) -> Timing:
-    """Time a CUDA graph that makes each of `calls` once, in order. They must have run before (compilation)."""
+def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 200, warmup: int = 5, seconds: float = 0.2) -> Timing:
+    """Time a CUDA graph that makes each of `calls` once, in order. They must have run before (compilation).
+
+    `replays` of it, fewer if they took more than `seconds`, but at least 30.
+    """
     graph = captured(calls)
+    began = time.perf_counter()
     for _ in range(warmup):
         graph.replay()
+    torch.cuda.synchronize()
+    fitting = int(seconds * warmup / (time.perf_counter() - began))
+    replays = min(replays, max(30, fitting))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for start, end in events:
         start.record()

@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ import _vllm_attn_res as vllm
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.attn_res_norm import hip_kernel, launch
+from k3rewrite.kernels.attn_res_norm import KERNELS, hip_kernel, launch
 from k3rewrite.kernels.attn_res_norm.op import attn_res_norm as reference
 from k3rewrite.kernels.attn_res_norm.schedule import Schedule, schedule_for
+from k3rewrite.targets import load_target
 
 COLUMNS = 7168
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
@@ -149,54 +151,82 @@ def timed(data: Inputs, call: Call, sets: int, replays: int) -> harness.Timing:
     return harness.graph_time([functools.partial(call, i) for i in range(sets)], replays)
 
 
+def selected(data: Inputs) -> launch.MixRows:
+    """What `select` binds for a call with this number of rows: the cheapest kernel that takes it."""
+    arguments: dict[str, Any] = {
+        "prefix": data.prefix[0], "blocks": [data.block_slice(0)], "score_norm": data.score_norm,
+        "score_proj": data.score_proj, "score_eps": EPS, "norm_weight": data.norm_weight, "norm_eps": EPS, **FEWEST,
+    }  # fmt: skip
+    name = "attn_res_norm" if data.delta is None else "add_attn_res_norm"
+    if data.delta is not None:
+        arguments["delta"] = data.delta[0]
+    target = load_target("auto")
+    taking = [k for k in KERNELS if k.op == name and k.accepts(arguments, target) is None]
+    best = min(taking, key=lambda kernel: kernel.cost_us(arguments, target))
+    return hip_kernel.mix_rows if best.language == "hip" else launch.mix_rows
+
+
+def make_call(name: str, data: Inputs, peers: dict[str, Any]) -> Call:
+    if name == "eager":
+        return eager(data)
+    if name == "inductor":
+        return inductor(data)
+    if name in peers:
+        return vllm_call(data, peers[name])
+    mix = launch.mix_rows if "Triton" in name else selected(data)
+    if "no dependent launch" in name:
+        arch, _ = launch.device_facts(data.prefix.device)
+        if mix is hip_kernel.mix_rows:
+            layout = hip_kernel.layout_for(COLUMNS, arch)
+            assert layout is not None
+            mix = functools.partial(mix, layout=replace(layout, dependent=False))
+        else:
+            chosen = schedule_for(arch, data.rows, data.blocks + 1, COLUMNS, torch.bfloat16)
+            mix = functools.partial(mix, schedule=replace(chosen, dependent_launch=False))
+    elif "one workgroup" in name:
+        mix = functools.partial(hip_kernel.mix_rows, layout=hip_kernel.Layout(1, 448))
+    return ours(data, mix, EXACT if "exact" in name else FEWEST)
+
+
+OUR_KERNELS = ("attn_res_norm", "attn_res_resident", "attn_res_streamed")
+ASSERTED = {"ours": OUR_KERNELS, "vllm, nvidia": ("_attn_res_kernel",)}
+"""the kernels of a call of these variants: one, of such a name"""
+
+
+def kernels_of(name: str, call: Call) -> list[str]:
+    """Names of the kernels that a captured call runs; asserted for ours and vLLM's."""
+    names = harness.kernel_names(functools.partial(call, 0))
+    expected = ASSERTED.get(name)
+    assert expected is None or (len(names) == 1 and names[0] in expected), f"{name} ran {names}"
+    return names
+
+
 def measure(
-    rows: int, sources: int, with_delta: bool, variants: list[str], peers: dict[str, Any], replays: int
+    rows: int, sources: int, with_delta: bool, variants: list[str], peers: dict[str, Any], replays: int, full: bool
 ) -> dict[str, Any]:
-    """Every variant at one shape: cold and warm time, error, kernels; with the ceilings of the same bytes."""
+    """Every variant at one shape: cold time, error; with the ceiling of the same bytes. Full: warm time and kernels."""
     size, l2 = moved_bytes(rows, sources, with_delta), harness.l2_bytes()
     sets = harness.sets_for(size, True, l2)
     data = make_inputs(rows, sources, with_delta, sets)
     copy_us, copy_layout = harness.copy_ceiling(size, l2)
     entry: dict[str, Any] = {
         "rows": rows, "sources": sources, "delta": with_delta, "bytes": size, "sets": sets,
-        "floor_us": size / 4.8e6, "copy_us": copy_us, "copy_layout": copy_layout, "variants": {},
+        "floor_us": size / load_target("auto").memory_bandwidth * 1e6, "copy_us": copy_us, "copy_layout": copy_layout,
+        "variants": {},
     }  # fmt: skip
     for name in variants:
         with harness.only_warning(f"{name}, {rows} rows, {sources} sources"):
             call = make_call(name, data, peers)
-            found = check(data, call)
+            found: dict[str, Any] = check(data, call)
             cold = timed(data, call, sets, replays)
-            warm = harness.graph_time([functools.partial(call, 0)] * 64, replays)
-            entry["variants"][name] = {
-                **found, "us": asdict(cold), "warm_us": warm.median, "TB_s": size / cold.median / 1e6,
-                "of_copy": copy_us / cold.median, "kernels": harness.kernel_names(functools.partial(call, 0)),
-            }  # fmt: skip
+            found |= {"us": asdict(cold), "TB_s": size / cold.median / 1e6, "of_copy": copy_us / cold.median}
+            if full:
+                found["warm_us"] = harness.graph_time([functools.partial(call, 0)] * 64, replays).median
+            if name in ASSERTED or name == "inductor":
+                found["kernels"] = kernels_of(name, call)
+            entry["variants"][name] = found
     show(entry)
     return entry
-
-
-def make_call(name: str, data: Inputs, peers: dict[str, Any]) -> Call:
-    chosen = schedule_for(launch.device_facts(data.prefix.device)[0], data.rows, data.blocks + 1, COLUMNS, 2)
-    if name == "ours":
-        call = ours(data)
-    elif name == "ours, exact":
-        call = ours(data, dtypes=EXACT)
-    elif name == "ours, no dependent launch":
-        plain = Schedule(**(asdict(chosen) | {"dependent_launch": False}))
-        call = ours(data, functools.partial(launch.mix_rows, schedule=plain))
-    elif name == "ours, HIP source":
-        call = ours(data, hip_kernel.mix_rows)
-    elif name == "eager":
-        call = eager(data)
-    elif name == "inductor":
-        call = inductor(data)
-    else:
-        call = vllm_call(data, peers[name])
-    wanted = {"ours": "attn_res_", "vllm": "_attn_res_kernel"}.get(name.split(",")[0].split(" ")[0])
-    if wanted:
-        names = harness.kernel_names(functools.partial(call, 0))
-        assert len(names) == 1 and wanted in names[0], f"{name} ran {names}"
-    return call
 
 
 def show(entry: dict[str, Any]) -> None:
@@ -205,10 +235,11 @@ def show(entry: dict[str, Any]) -> None:
         f"{entry['bytes'] / 1e6:9.3f} MB  floor {entry['floor_us']:7.2f}  copy {entry['copy_us']:7.2f}"
     )
     for name, found in entry["variants"].items():
+        warm = f"warm {found['warm_us']:9.2f}" if "warm_us" in found else ""
+        warm += f"  {len(found['kernels'])} kernels" if "kernels" in found else ""
         print(
-            f"    {name:26s} {found['us']['median']:9.2f} us  warm {found['warm_us']:9.2f}  "
-            f"{found['of_copy'] * 100:5.1f} % of copy  error {found['error']:.2e}  prefix equal "
-            f"{found['prefix_equal']}  {len(found['kernels'])} kernels",
+            f"    {name:26s} {found['us']['median']:9.2f} us  {found['of_copy'] * 100:5.1f} % of copy  "
+            f"error {found['error']:.2e}  prefix equal {found['prefix_equal']}  {warm}",
             flush=True,
         )
 
@@ -241,7 +272,7 @@ def sweep(rows_list: list[int], replays: int) -> list[dict[str, Any]]:
             mixes.append((str(schedule), functools.partial(launch.mix_rows, schedule=schedule)))
         for layout in HIP_LAYOUTS[: None if rows <= 128 else 1]:
             mixes.append((f"HIP source, {layout}", functools.partial(hip_kernel.mix_rows, layout=layout)))
-        found = []
+        found: list[tuple[float, str, dict[str, Any]]] = []
         for name, mix in mixes:
             with harness.only_warning(name):
                 call = ours(data, mix)
@@ -264,8 +295,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--replays", type=int, default=200)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=3600, help="after so long Inductor is left out")
     options = parser.parse_args()
     torch.manual_seed(0)
+    started = time.monotonic()
     results: dict[str, Any] = {"origin": harness.origin(options.commit)}
     print(json.dumps(results["origin"]))
     if options.sweep:
@@ -278,17 +311,28 @@ def main() -> None:
             if options.peers is None:
                 raise FileNotFoundError("--peers was not given")
             peers[f"vllm, {vendor}"] = vllm.load(options.peers, vendor)
-    few = ["ours", "ours, no dependent launch", *peers, "inductor"]
+    few = ["ours, Triton"]  # with more rows that is what is selected anyway
     results["entries"] = []
+
+    def add(rows: int, sources: int, with_delta: bool, names: list[str], full: bool) -> None:
+        if time.monotonic() - started > options.seconds:
+            names = [name for name in names if name != "inductor"]
+        entry = measure(rows, sources, with_delta, names, peers, options.replays, full)
+        results["entries"].append(entry)
+        harness.write_results("attn_res_norm", results, options.out)
+
     for rows in options.rows:
-        variants = [*few, "ours, exact", "ours, HIP source", "eager"]
-        results["entries"].append(measure(rows, 9, True, variants, peers, options.replays))
+        names = ["ours", "ours, no dependent launch", "ours, exact", *(few if rows <= hip_kernel.FEW_ROWS else [])]
+        if rows in (1, 32, 4096):
+            names.append("ours, one workgroup")
+        add(rows, 9, True, [*names, *peers, "inductor", "eager"], True)
     for rows in sorted({1, 32, 4096} & set(options.rows)):
-        for sources in range(1, 9):
-            variants = few if sources in (1, 2, 5) else few[:-1]
-            results["entries"].append(measure(rows, sources, True, variants, peers, options.replays))
-        results["entries"].append(measure(rows, 9, False, few, peers, options.replays))
-    print(harness.write_results("attn_res_norm", results, options.out))
+        add(rows, 9, False, ["ours", *peers, "inductor"], False)
+    for rows in sorted({1, 32, 4096} & set(options.rows)):
+        for sources in range(8, 0, -1):
+            names = ["ours", *list(peers)[:1], *(["inductor"] if sources in (1, 5) else [])]
+            add(rows, sources, True, names, False)
+    print(harness.write_results("attn_res_norm", results, options.out), f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.provenance import module_path, source_line
 from k3rewrite.graph.purity import PurityIndex, is_view, writes
 from k3rewrite.graph.shapes import metadata_difference, same_sizes
-from k3rewrite.passes.norm_patterns import widens
 from k3rewrite.patterns import (
     OPERATORS,
     Anything,
@@ -36,7 +36,8 @@ from k3rewrite.patterns import (
     Var,
     call,
 )
-from k3rewrite.patterns.match import cast_source
+from k3rewrite.patterns.bindings import cast_source
+from k3rewrite.patterns.rewrite import readers
 from k3rewrite.pipeline.pass_base import PassContext, RulePass
 from k3rewrite.report.schema import Miss, PassReport, Site
 
@@ -169,6 +170,9 @@ def merge_equal(graph: Graph, report: PassReport) -> None:
             continue
         report.candidates += 1
         where = {"site": node.name, "source": source_line(node), "module": module_path(node)}
+        if node.target in _CAST_TARGETS and _is_returned(kept) and _is_returned(node):
+            report.missed.append(Miss(reason="both are returned: they must stay two tensors", **where))
+            continue
         if any(w < node or any(a.op != "placeholder" for a in writes(w)) for w in writers):
             if objection := PurityIndex(graph).merge_objection(kept, node):
                 report.missed.append(Miss(reason=objection, **where))
@@ -177,6 +181,10 @@ def merge_equal(graph: Graph, report: PassReport) -> None:
         graph.erase_node(node)
         report.matched += 1
         report.sites.append(Site(replaced_by=kept.name, policy=Policy.EXACT.value, **where))
+
+
+def _is_returned(node: Node) -> bool:
+    return any(reader.op == "output" for reader in readers(node))
 
 
 @dataclass(frozen=True)

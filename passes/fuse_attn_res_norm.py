@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the ops that the patterns name
+from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_sizes
-from k3rewrite.passes.norm_patterns import widens
 from k3rewrite.patterns import (
     Anything,
     Builder,
@@ -87,12 +87,21 @@ class FuseAttnResNorm(Rule):
         weight = match.value("weight")
         if weight.dim() != 1:
             return Refusal("the norm's weight is not one vector", match["weight"])
-        if "delta" in match.bindings:
-            prefix, delta, updated = match.value("prefix"), match.value("delta"), match.value("updated")
-            if not same_sizes(prefix.shape, delta.shape) or not same_sizes(prefix.shape, updated.shape):
-                return Refusal("the prefix update broadcasts", match["sum"])
-            if updated.dtype != prefix.dtype or not widens(delta.dtype, match.get("wide", prefix.dtype)):
-                return Refusal(f"the prefix changes its dtype from {prefix.dtype} to {updated.dtype}", match["sum"])
+        return self._check_update(match) if "delta" in match.bindings else None
+
+    @staticmethod
+    def _check_update(match: Match) -> Refusal | None:
+        prefix, delta, updated = match.value("prefix"), match.value("delta"), match.value("updated")
+        if not same_sizes(prefix.shape, delta.shape) or not same_sizes(prefix.shape, updated.shape):
+            return Refusal("the prefix update broadcasts", match["sum"])
+        if updated.dtype != prefix.dtype:
+            return Refusal(f"the prefix changes its dtype from {prefix.dtype} to {updated.dtype}", match["sum"])
+        wide = match.get("wide", prefix.dtype)
+        if not all(widens(v.dtype, wide) and widens(v.dtype, match["compute"]) for v in (prefix, delta)):
+            return Refusal(
+                f"{prefix.dtype} and {delta.dtype} are added in {wide}, the mix runs in {match['compute']}",
+                match["sum"],
+            )
         return None
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:

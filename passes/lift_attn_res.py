@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the ops that the pattern names
+from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_size, same_sizes
-from k3rewrite.passes.norm_patterns import widens
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -43,7 +43,7 @@ from k3rewrite.patterns import (
     Views,
     call,
 )
-from k3rewrite.patterns.match import cast_source
+from k3rewrite.patterns.bindings import cast_source
 from k3rewrite.pipeline.pass_base import RulePass
 
 _WIDE = Cast(Var("values"), "compute")
@@ -54,10 +54,12 @@ _NORMED = call(
 _PROJECTION = Cast(Var("score_proj"), "proj_dtype")
 _COLUMN = Views(_PROJECTION)
 _SCORES = (
-    call("sum", call("mul", _NORMED, Views(_PROJECTION)), LAST_DIM, name="scores", keepdim=Anything("kept"))
+    call(
+        "sum", call("mul", _NORMED, Views(_PROJECTION, "proj_laid")), LAST_DIM, name="scores", keepdim=Anything("kept")
+    )
     | call("mm", Views(_NORMED), _COLUMN, name="scores")
     | call("mv", Views(_NORMED), _COLUMN, name="scores")
-    | call("sum", _NORMED, LAST_DIM, name="folded", keepdim=Anything("kept"))
+    | call("sum", _NORMED, LAST_DIM, name="folded", keepdim=Anything())
 )
 _SOFTMAX = call("softmax", Views(_SCORES, "laid_out"), Anything("softmax_dim"), False, name="anchor")
 _WEIGHTS = Views(_SOFTMAX, "weights")
@@ -84,8 +86,14 @@ class LiftAttnRes(Rule):
                            f"the mix runs in {compute}", match["norm"])  # fmt: skip
         if not widens(values.dtype, compute) or not widens(match["out"], compute):
             return Refusal(f"dtypes {values.dtype} -> {compute} -> {match['out']} of the mix", match.root)
+        if "score_proj" in match.bindings and not widens(match.value("score_proj").dtype, match["proj_dtype"]):
+            return Refusal(f"the projection is rounded to {match['proj_dtype']}", match["score_proj"])
         rank = values.dim()
         scores = match.value("anchor")
+        if scores.dtype != compute:
+            return Refusal(f"the scores are {scores.dtype}, the mix runs in {compute}", match["anchor"])
+        if "proj_laid" in match.bindings and not _is_row(match.value("proj_laid"), values.shape[-1]):
+            return Refusal("the projection is not laid along the width", match["proj_laid"])
         kept = scores.dim() == rank
         over = match["softmax_dim"] % scores.dim()
         if not same_sizes(scores.shape, (*values.shape[:-1], *([1] if kept else []))) or over != rank - 2:
@@ -133,6 +141,11 @@ class LiftAttnRes(Rule):
             s = _norm(v, n.float() * w.float()).sum(-1)
             return (s.softmax(0).unsqueeze(-1) * v).sum(1).to(p.dtype)
 
+        def sources_exchanged_with_tokens(p: Tensor, b0: Tensor, b1: Tensor, n: Tensor, w: Tensor) -> Tensor:
+            v = torch.stack([b0[:3], b1[:3], p[:3]], dim=1).float()
+            s = (_norm(v, n) * w.float()).sum(-1)
+            return (s.softmax(-1).t().unsqueeze(-1) * v).sum(1).to(p.dtype)
+
         def normed_sources(p: Tensor, b0: Tensor, b1: Tensor, n: Tensor, w: Tensor) -> Tensor:
             v = torch.stack([b0, b1, p], dim=1).float()
             normed = _norm(v, n)
@@ -140,6 +153,7 @@ class LiftAttnRes(Rule):
 
         return (
             CounterExample("softmax over tokens", over_tokens, _inputs, "not over the sources"),
+            CounterExample("weights of another token", sources_exchanged_with_tokens, _inputs, "found t"),
             CounterExample("the normed sources are summed", normed_sources, _inputs, "'values' is"),
         )
 
@@ -174,6 +188,8 @@ def _weights(match: Match) -> tuple[Node, Node] | None:
     if "folded" in match.bindings:
         if norm.target not in OPERATORS["mul"] or not all(isinstance(a, Node) for a in norm.args[:2]):
             return None
+        if norm.meta["val"].dtype != match["compute"]:
+            return None  # their product is rounded: it is no pair of weights any more
         pair = (norm.args[0], norm.args[1])
     else:
         pair = (norm, match["score_proj"])
@@ -182,12 +198,17 @@ def _weights(match: Match) -> tuple[Node, Node] | None:
     for node in pair:
         assert isinstance(node, Node)
         source = cast_source(node)
-        plain = source if source is not None and widens(source.meta["val"].dtype, match["compute"]) else node
-        shape = plain.meta["val"].shape
-        if not shape or not same_size(shape[-1], width) or any(not same_size(s, 1) for s in shape[:-1]):
+        plain = source if source is not None and widens(source.meta["val"].dtype, node.meta["val"].dtype) else node
+        if not _is_row(plain.meta["val"], width):
             return None
         found.append(plain)
     return found[0], found[1]
+
+
+def _is_row(value: Tensor, width: Any) -> bool:
+    """[width], or with leading dimensions of size one."""
+    shape = value.shape
+    return len(shape) > 0 and same_size(shape[-1], width) and all(same_size(s, 1) for s in shape[:-1])
 
 
 def _norm(v: Tensor, weight: Tensor) -> Tensor:

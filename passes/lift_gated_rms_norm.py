@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the ops that the pattern names
+from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_sizes
-from k3rewrite.passes.norm_patterns import widens
 from k3rewrite.patterns import (
     Anything,
     Builder,

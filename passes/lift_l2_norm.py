@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from k3rewrite.passes.norm_patterns import ROOTS, inverse_root, is_inverse_root, root, squares, widens
+from k3rewrite.graph.dtypes import widens
+from k3rewrite.graph.shapes import same_sizes
+from k3rewrite.passes.norm_patterns import ROOTS, inverse_root, is_root, over_last, root, squares
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -39,8 +41,14 @@ from k3rewrite.patterns import (
 from k3rewrite.pipeline.pass_base import RulePass
 
 _X = Cast(Var("x"), "compute")
-_SUM = call("sum", squares(_X), LAST_DIM, keepdim=True)
-_STATISTIC = call("add", _SUM, Number("eps"))
+_X_USED = Cast(Var("x"), "used")
+_SUM = Views(over_last("sum", squares(_X)))
+_STATISTIC = Views(call("add", _SUM, Number("eps")))
+_LENGTH = call(
+    "clamp_min",
+    Views(call("vector_norm", _X, Anything("ord"), LAST_DIM, keepdim=Anything(), name="anchor")),
+    Number("eps"),
+)
 
 
 class LiftL2Norm(Rule):
@@ -49,14 +57,18 @@ class LiftL2Norm(Rule):
     name = "l2_norm"
     policy = Policy.REASSOCIATES  # x / sqrt(s) becomes x * rsqrt(s): one unit in the last place of the compute dtype
     anchors = ROOTS
-    pattern = Cast(call("mul", _X, inverse_root(_STATISTIC)) | call("div", _X, root(_STATISTIC)), "out")
-    reach = 4
+    pattern = Cast(
+        call("mul", _X_USED, Views(inverse_root(_STATISTIC), "laid_out"), name="normed")
+        | call("div", _X_USED, Views(root(_STATISTIC), "laid_out"), name="normed"),
+        "out",
+    )
+    reach = 6
 
     def is_site(self, node: Node) -> bool:
-        return is_inverse_root(node)
+        return is_root(node)
 
     def check(self, match: Match) -> Refusal | None:
-        return check_dtypes(match)
+        return check_vectors(match)
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         arguments = (match["x"], float(match["eps"]), True, match["compute"], match["out"])
@@ -92,25 +104,16 @@ class LiftNormalize(Rule):
     policy = Policy.EXACT
     anchors = OPERATORS["vector_norm"]
     pattern = Cast(
-        call(
-            "div",
-            _X,
-            Views(
-                call(
-                    "clamp_min",
-                    call("vector_norm", _X, Anything("ord"), LAST_DIM, keepdim=True, name="anchor"),
-                    Number("eps"),
-                )
-            ),
-        ),
+        call("div", _X_USED, Views(_LENGTH, "laid_out"), name="normed")
+        | call("div", _X_USED, call("expand", Views(_LENGTH, "laid_out"), Anything(), open=True), name="normed"),
         "out",
     )
-    reach = 4
+    reach = 5
 
     def check(self, match: Match) -> Refusal | None:
         if match["ord"] not in (2, 2.0):
             return Refusal(f"the norm is of order {match['ord']}, not 2", match["anchor"])
-        return check_dtypes(match)
+        return check_vectors(match)
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         arguments = (match["x"], float(match["eps"]), False, match["compute"], match["out"])
@@ -123,16 +126,30 @@ class LiftNormalize(Rule):
         return (
             CounterExample("order 1", lambda x: F.normalize(x, p=1.0, dim=-1), _fp32, "order 1"),
             CounterExample("another dim", lambda x: F.normalize(x, dim=0), _fp32, "a reduction over dim -1"),
+            CounterExample("another vector's length", lambda x: x / _lengths(x).mT, _square, "laid along"),
         )
 
 
-def check_dtypes(match: Match) -> Refusal | None:
-    """The statistic must not be narrower than x, and the result not wider than the statistic."""
-    if not widens(match.value("x").dtype, match["compute"]):
-        return Refusal(f"x is narrowed to {match['compute']} before the statistic", match["x"])
-    if not widens(match["out"], match["compute"]):
+def check_vectors(match: Match) -> Refusal | None:
+    """Each vector by its own length; the statistic not narrower than x, the result not wider than the statistic."""
+    x, compute = match.value("x"), match["compute"]
+    if not widens(x.dtype, compute) or not widens(x.dtype, match["used"]):
+        return Refusal(f"x is narrowed from {x.dtype} to {match['used']}, {compute} in the statistic", match["x"])
+    if not same_sizes(match.value("laid_out").shape, (*x.shape[:-1], 1)):
+        return Refusal("the length is not laid along the vectors that it is the length of", match["laid_out"])
+    if (product := match.value("normed").dtype) != compute:
+        return Refusal(f"the scaled x is {product}, and the statistic {compute}", match["normed"])
+    if not widens(match["out"], compute):
         return Refusal(f"a cast to {match['out']} after the norm widens a rounded value", match.root)
     return None
+
+
+def _lengths(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-6)
+
+
+def _square() -> tuple[Tensor]:
+    return (_fp32()[0][0, :, :3].contiguous(),)
 
 
 def _fp32() -> tuple[Tensor]:

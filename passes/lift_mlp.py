@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
-from k3rewrite.passes.norm_patterns import widens
+from k3rewrite.graph.dtypes import widens
+from k3rewrite.graph.layout import permutation
+from k3rewrite.graph.shapes import same_size
 from k3rewrite.patterns import (
     OPERATORS,
     Anything,
@@ -47,10 +49,9 @@ from k3rewrite.pipeline.pass_base import RulePass
 
 
 def _transposed(weight: str) -> Pattern:
-    return Named(
-        call("t", Var(weight)) | call("transpose", Var(weight), 0, 1) | call("permute", Var(weight), Anything("swap")),
-        f"{weight}_t",
-    )
+    value = Var(weight)
+    swapped = call("t", value) | call("transpose", value, Anything(), Anything()) | call("permute", value, Anything())
+    return Named(swapped, f"{weight}_t")
 
 
 _SEPARATE_GATE = Views(call("mm", Var("x"), _transposed("w_gate"), name="gate_mm"))
@@ -96,15 +97,24 @@ class LiftMlp(Rule):
                 f"dtypes {x.dtype} -> {match['compute']} -> {match['narrow']}: the activation must run in the dtype of "
                 "x or a wider one and end in the dtype of x", match["activated"],
             )  # fmt: skip
+        for name in ("w_gate_t", "w_up_t", "w_both_t", "w_down_t"):
+            if name in match.bindings and permutation(match[name]) != [1, 0]:
+                return Refusal("a weight is used as it is stored, not transposed", match[name])
+        inner = match.value("w_down").shape[1]
         if "w_both" in match.bindings:
             both = match.value("w_both")
             half = both.shape[0] // 2 if isinstance(both.shape[0], int) else None
+            if half != inner:
+                return Refusal(f"half of the stacked projection is {half} wide, and the down projection reads {inner}",
+                               match["down_mm"])  # fmt: skip
             sizes = match["sizes"]
             if sizes != half and list(sizes if isinstance(sizes, (list, tuple)) else []) != [half, half]:
                 return Refusal("the stacked projection is not split into halves", match["split"])
             split = match["split"]
             if match["dim"] not in (-1, split.args[0].meta["val"].dim() - 1):
                 return Refusal("the stacked projection is split over another dimension", split)
+        elif any(not same_size(match.value(name).shape[0], inner) for name in ("w_gate", "w_up")):
+            return Refusal("gate, up and down projection do not have one inner width", match["down_mm"])
         if self._is_situ(match):
             return self._check_situ(match)
         if not math.isclose(match.get("scale", 1.0), 1.0):
@@ -173,11 +183,21 @@ class LiftMlp(Rule):
             g, u = F.linear(x, w_gate), F.linear(x, w_up)
             return F.linear(5 * torch.tanh(g / 4) * torch.sigmoid(g) * (25 * torch.tanh(u / 25)), w_down)
 
+        def not_transposed(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+            square = w_gate[:32] @ w_up[:32].T
+            return F.linear(F.silu(x @ square.permute(0, 1)) * (x @ square.permute(0, 1)), square)
+
+        def tokens_exchanged(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+            x = w_up[:, :32]
+            return F.linear(F.silu(F.linear(x, w_gate).t()) * F.linear(x, w_up).t(), w_down)
+
         def two_inputs(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
             return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x + 1, w_up), w_down)
 
         return (
             CounterExample("a constant that is not beta * linear_beta", wrong_constant, _inputs, "beta * linear_beta"),
+            CounterExample("weights that are not transposed", not_transposed, _inputs, "as it is stored"),
+            CounterExample("a transposition in between", tokens_exchanged, _inputs, "found t"),
             CounterExample("gate and up of different inputs", two_inputs, _inputs, "'x' is"),
         )
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from k3rewrite.graph.shapes import same_size
-from k3rewrite.passes.norm_patterns import ROOTS, inverse_root, is_inverse_root, root, squares, widens
+from k3rewrite.graph.dtypes import widens
+from k3rewrite.graph.shapes import same_size, same_sizes
+from k3rewrite.passes.norm_patterns import ROOTS, inverse_root, is_root, over_last, root, squares
 from k3rewrite.patterns import (
-    LAST_DIM,
     OPERATORS,
     Builder,
     Cast,
@@ -33,26 +33,32 @@ from k3rewrite.patterns import (
     Named,
     Number,
     Policy,
+    Product,
     Refusal,
     Rule,
     Var,
+    Views,
     call,
 )
 from k3rewrite.pipeline.pass_base import RulePass
 
 _X = Cast(Var("x"), "compute")
-_SUM = call("sum", squares(_X), LAST_DIM, keepdim=True)
+_X_USED = Cast(Var("x"), "used")
+_SUM = over_last("sum", squares(_X))
 _MEAN = (
-    call("mean", squares(_X), LAST_DIM, keepdim=True, name="mean")
+    over_last("mean", squares(_X), name="mean")
     | call("div", _SUM, Number("count"), name="mean")
     | call("mul", _SUM, Number("inverse_count"), name="mean")
 )
-_STATISTIC = call("add", _MEAN, Number("eps"))
-_RSTD = Named(inverse_root(_STATISTIC), "rstd")
-_NORMED = call("mul", _X, _RSTD, name="normed") | call("div", _X, root(_STATISTIC), name="normed")
+_STATISTIC = Views(call("add", Views(_MEAN), Number("eps")))
+_RSTD = Views(Named(inverse_root(_STATISTIC), "rstd"), "laid_out")
+_NORMED = call("mul", _X_USED, _RSTD, name="normed") | call(
+    "div", _X_USED, Views(root(_STATISTIC), "laid_out"), name="normed"
+)
 _SCALED = Cast(_NORMED, "scale")
 _WEIGHT = Named(Cast(Var("weight"), "weight_dtype"), "weight_used")
 _WEIGHTED = call("mul", _SCALED, _WEIGHT, name="weighted")
+_WEIGHT_INSIDE = Named(Product((_X_USED, _RSTD, _WEIGHT), "factor"), "weighted")
 
 
 class LiftRmsNorm(Rule):
@@ -61,19 +67,24 @@ class LiftRmsNorm(Rule):
     name = "rms_norm"
     policy = Policy.REASSOCIATES  # 1/sqrt becomes rsqrt, sum/d becomes mean: one unit in the last place of fp32
     anchors = ROOTS
-    pattern = Cast(_WEIGHTED, "out") | Cast(_SCALED, "out")
+    pattern = Cast(_WEIGHTED, "out") | Cast(_WEIGHT_INSIDE, "out") | Cast(_SCALED, "out")
     exposable = frozenset({"mean", "rstd"})
-    reach = 5
+    reach = 7
 
     def is_site(self, node: Node) -> bool:
-        return is_inverse_root(node)
+        return is_root(node)
 
     def check(self, match: Match) -> Refusal | None:
-        x, compute, scale = match.value("x"), match["compute"], match["scale"]
+        x, compute, scale = match.value("x"), match["compute"], match.get("scale", match["compute"])
         size = x.shape[-1]
-        if not widens(x.dtype, compute):
-            return Refusal(f"x is narrowed from {x.dtype} to {compute} before the statistic", match["x"])
-        if not widens(scale, compute) or not widens(match["out"], torch.promote_types(scale, self._product(match))):
+        if not widens(x.dtype, compute) or not widens(x.dtype, match["used"]):
+            return Refusal(f"x is narrowed from {x.dtype} to {match['used']}, {compute} in the statistic", match["x"])
+        if not same_sizes(match.value("laid_out").shape, (*x.shape[:-1], 1)):
+            return Refusal("the root is not laid along the vectors that it is the root of", match["laid_out"])
+        product = match.get("weighted" if "factor" in match.bindings else "normed").meta["val"].dtype
+        if product != compute:
+            return Refusal(f"x times the root is {product}, and the statistic {compute}", match.root)
+        if not widens(scale, compute) or not widens(match["out"], self._product(match).dtype):
             return Refusal(f"a cast to {match['out']} after the norm widens a rounded value", match.root)
         if "count" in match.bindings and not same_size(size, match["count"]):
             return Refusal(f"the sum of squares is divided by {match['count']}, not by the width {size}", match["mean"])
@@ -81,28 +92,28 @@ class LiftRmsNorm(Rule):
             isinstance(size, int) and abs(match["inverse_count"] * size - 1) < 1e-12
         ):
             return Refusal(f"the sum of squares is not divided by the width {size}", match["mean"])
+        if match.get("factor", 1.0) != 1.0:
+            return Refusal(f"the norm is multiplied by the number {match['factor']:g}", match.root)
         if (mean := _centred(match["x"])) is not None:
             return Refusal("the mean is subtracted from x before the norm: this is a LayerNorm", mean)
-        if "weight" in match.bindings:
-            weight = match.value("weight_used")
-            if weight.dim() >= x.dim() and any(not same_size(s, 1) for s in weight.shape[: weight.dim() - 1]):
-                return Refusal("the factor after the norm has the shape of x: it is no weight", match["weight"])
-            if not weight.dim() or not same_size(weight.shape[-1], size):
-                return Refusal("the factor after the norm does not have the width of x", match["weight"])
+        return self._check_weight(match) if "weight" in match.bindings else None
+
+    def _check_weight(self, match: Match) -> Refusal | None:
+        weight, x = match.value("weight_used"), match.value("x")
+        if not weight.dim() or not same_size(weight.shape[-1], x.shape[-1]):
+            return Refusal("the factor after the norm does not have the width of x", match["weight"])
+        if weight.dim() >= x.dim() and any(not same_size(s, 1) for s in weight.shape[:-1]):
+            return Refusal("the factor after the norm has the shape of x: it is no weight", match["weight"])
         return None
 
     @staticmethod
-    def _product(match: Match) -> torch.dtype:
+    def _product(match: Match) -> Tensor:
         node = match.get("weighted") or match["normed"]
-        return node.meta["val"].dtype
+        return node.meta["val"]
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
-        weight = match.get("weight")
-        if weight is not None and torch.promote_types(match["scale"], match.value("weight").dtype) != self._product(
-            match
-        ):
-            weight = match["weight_used"]  # the cast decides the dtype of the product: it stays
-        arguments = (match["x"], weight, float(match["eps"]), match["compute"], match["scale"], match["out"])
+        scale = match.get("scale", match["compute"])
+        arguments = (match["x"], self._weight(match, scale), float(match["eps"]), match["compute"], scale, match["out"])
         if not exposed:
             return {"root": builder.call(torch.ops.k3.rms_norm.default, *arguments)}
         node = builder.call(torch.ops.k3.rms_norm_stat.default, *arguments)
@@ -111,6 +122,14 @@ class LiftRmsNorm(Rule):
             if name in exposed:
                 results[name] = builder.item(node, index)
         return results
+
+    def _weight(self, match: Match, scale: torch.dtype) -> Node | None:
+        """The weight without its cast, unless the cast rounds it or decides the dtype of the product."""
+        if "weight" not in match.bindings:
+            return None
+        stored, used = match.value("weight").dtype, match["weight_dtype"]
+        plain = widens(stored, used) and torch.promote_types(scale, stored) == self._product(match).dtype
+        return match["weight"] if plain else match["weight_used"]
 
     def examples(self) -> Sequence[Example]:
         def downcast_first(x: Tensor, w: Tensor) -> Tensor:
@@ -124,11 +143,15 @@ class LiftRmsNorm(Rule):
         def no_weight(x: Tensor, w: Tensor) -> Tensor:
             return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
+        def weight_first(x: Tensor, w: Tensor) -> Tensor:
+            return x * w * torch.rsqrt(x.square().mean(-1) + 1e-6).unsqueeze(-1)
+
         return (
             Example("weight after the downcast", downcast_first, _bf16),
             Example("F.rms_norm", lambda x, w: F.rms_norm(x, (64,), w, 1e-5), _bf16),
             Example("statistic returned", statistic_returned, _fp32),
             Example("divided by the root, no weight", no_weight, _fp32),
+            Example("weight multiplied first, no keepdim", weight_first, _fp32),
         )
 
     def counterexamples(self) -> Sequence[CounterExample]:
@@ -145,9 +168,14 @@ class LiftRmsNorm(Rule):
             x.add_(1)
             return x * rstd * w
 
+        def along_the_rows(x: Tensor, w: Tensor) -> Tensor:
+            x = x[:, : x.shape[0]]
+            return x * torch.rsqrt(x.pow(2).mean(-1) + 1e-6)
+
         return (
             CounterExample("another dim", other_dim, _fp32, "a reduction over dim -1"),
             CounterExample("mean subtracted", layer_norm, _fp32, "LayerNorm"),
+            CounterExample("the root is broadcast along the rows", along_the_rows, _fp32, "laid along"),
             CounterExample("write between statistic and use", written_between, _fp32, "'x' is"),
         )
 

@@ -23,8 +23,8 @@ from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
 from k3rewrite.graph.arguments import bound_arguments
-from k3rewrite.graph.shapes import same_size
-from k3rewrite.passes.norm_patterns import widens
+from k3rewrite.graph.dtypes import widens
+from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -42,6 +42,7 @@ from k3rewrite.patterns import (
     Refusal,
     Rule,
     Var,
+    Views,
     call,
 )
 from k3rewrite.pipeline.pass_base import RulePass
@@ -63,8 +64,8 @@ _LATE_SOFTMAX = call(
     "softmax", Cast(Item(_topk(_LOGITS), 0), "late_dtype"), Anything("softmax_dim"), False, name="late"
 )
 _WEIGHTS = Cast(_GATHERED, "gathered") | _LATE_SOFTMAX
-_TOTAL = call("sum", _WEIGHTS, LAST_DIM, keepdim=True)
-_RENORMALISED = call("div", _WEIGHTS, call("add", _TOTAL, Number("eps")) | _TOTAL, name="renormalised")
+_TOTAL = Views(call("sum", _WEIGHTS, LAST_DIM, keepdim=Anything()))
+_RENORMALISED = call("div", _WEIGHTS, Views(call("add", _TOTAL, Number("eps")) | _TOTAL, "total"), name="renormalised")
 _NORMED = _RENORMALISED | _WEIGHTS
 
 
@@ -88,6 +89,12 @@ class LiftRoute(Rule):
                 return Refusal(f"{name.removesuffix('_dim')} over dimension {match[name]}, not over the experts", topk)
         if "gathered" in match.bindings and match["gathered"] != match["compute"]:
             return Refusal(f"the selected scores are cast to {match['gathered']} before they are used", topk)
+        if match.get("late_dtype", match["compute"]) != match["compute"]:
+            return Refusal(f"the top-k is in {match['compute']}, the softmax over it in {match['late_dtype']}", topk)
+        if "renormalised" in match.bindings:
+            weights = match.value("renormalised")
+            if not same_sizes(match.value("total").shape, (*weights.shape[:-1], 1)):
+                return Refusal("the sums of the weights are not laid along the tokens", match["total"])
         if not _argument(topk, "largest"):
             return Refusal("the smallest scores are selected", topk)
         if "bias" in match.bindings:
@@ -137,11 +144,19 @@ class LiftRoute(Rule):
             w, ids = (torch.sigmoid(logits) + bias).topk(4, dim=-1)
             return w / w.sum(-1, keepdim=True), ids
 
+        def softmax_in_another_dtype(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            w, ids = logits.topk(4, dim=-1)
+            w = w.double().softmax(-1)
+            return (w / w.sum(-1, keepdim=True)).float(), ids
+
         def sort_key_only(logits: Tensor, bias: Tensor) -> Tensor:
             return logits.topk(4, dim=-1).indices
 
         return (
             CounterExample("the bias is in the weights", biased_weights, _inputs, "found add"),
+            CounterExample(
+                "softmax in another dtype than top-k", softmax_in_another_dtype, _inputs, "softmax over it in"
+            ),
             CounterExample("ids only", sort_key_only, _inputs, "expected"),
         )
 

@@ -2,30 +2,34 @@
 
 squares(v)        pow(v, 2) | square(v) | v * v
 inverse_root(s)   rsqrt(s) | reciprocal(sqrt(s)) | 1 / sqrt(s) | pow(s, -0.5)      (its root op is the anchor)
+root(s)           sqrt(s) | pow(s, 0.5), for spellings that divide by it           (the root op is the anchor)
+over_last(f, v)   f(v, -1, keepdim=True), or without keepdim (then some view behind it puts the dimension back)
 """
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
-from k3rewrite.patterns import OPERATORS, Pattern, call
+from k3rewrite.patterns import LAST_DIM, OPERATORS, Anything, Pattern, call
 
 ROOTS = OPERATORS["rsqrt"] | OPERATORS["sqrt"] | OPERATORS["pow"]
 
 
-def is_inverse_root(node: Node) -> bool:
-    """True for rsqrt, sqrt and the power -1/2: the candidate sites of a norm."""
-    return node.target not in OPERATORS["pow"] or node.args[1] == -0.5
+def is_root(node: Node) -> bool:
+    """True for rsqrt, sqrt and the powers 1/2 and -1/2: the candidate sites of a norm."""
+    return node.target not in OPERATORS["pow"] or node.args[1] in (-0.5, 0.5)
 
 
 def squares(value: Pattern) -> Pattern:
     return call("pow", value, 2) | call("square", value) | call("mul", value, value)
 
 
+def over_last(reduction: str, value: Pattern, name: str | None = None) -> Pattern:
+    return call(reduction, value, LAST_DIM, keepdim=Anything(), name=name)
+
+
 def root(statistic: Pattern) -> Pattern:
-    """sqrt(statistic), for spellings that divide by it."""
-    return call("sqrt", statistic, name="anchor")
+    return call("sqrt", statistic, name="anchor") | call("pow", statistic, 0.5, name="anchor")
 
 
 def inverse_root(statistic: Pattern) -> Pattern:
@@ -34,11 +38,5 @@ def inverse_root(statistic: Pattern) -> Pattern:
         call("rsqrt", statistic, name="anchor")
         | reciprocal
         | call("mul", reciprocal, 1)
-        | call("mul", reciprocal, 1.0)
         | call("pow", statistic, -0.5, name="anchor")
     )
-
-
-def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """True if every value of `narrow` is a value of `wide`."""
-    return torch.promote_types(narrow, wide) == wide

@@ -1,8 +1,8 @@
 """The one place through which private PyTorch interfaces are reached.
 
 Each wrapper is small and typed, and says what it stands on. All of it is written against torch 2.11 to current; where
-the versions differ the wrapper says how. Nothing else in the package imports a name of torch that starts with an
-underscore, or anything from `torch._inductor`, `torch._functorch` or `torch._dynamo`.
+the versions differ the wrapper says how. Beside this module only `capture/dynamo.py` (Dynamo's errors and state) names
+private parts of torch; the types of the dispatcher (`torch._ops.OpOverload`) are used everywhere.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def inductor_compile(
 def realise_readers_before(target: torch._ops.OpOverload) -> None:
     """Make Inductor compute whatever still has to read the old values before it calls an op that writes arguments.
 
-    2.11 to 2.13 realise those readers only after the writing call has its place in the schedule: `seen = pool.sum(1);
+    2.11 to 2.14 realise those readers only after the writing call has its place in the schedule: `seen = pool.sum(1);
     step_(x, pool)` gives the sum of the new pool. Done once for each op, in Inductor's own table of lowerings.
     """
     from torch._inductor import lowering

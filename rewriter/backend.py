@@ -10,13 +10,14 @@
     dump      folder in which each compiled graph leaves a fresh run-NNN             (default: nothing on disk)
     verify    "none", "regions", "end-to-end" or "all"                               (default: the pipeline's)
     finalise  "inductor" or "eager"                                                  (default: the pipeline's)
-    names     values that `expect` and `when` of the pipeline may use
+    names     values that `expect` and `when` of the pipeline may use, beside tp, dcp, target and n_layers
 
 A `Backend` made by hand does the same and keeps the reports: `backend = Backend(options)`, `backend.reports`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 
 from k3rewrite.capture import lower
 from k3rewrite.compilation import Compilation
-from k3rewrite.errors import ConfigError, did_you_mean
+from k3rewrite.errors import ConfigError, K3RewriteError, did_you_mean
 from k3rewrite.passes import PASSES
 from k3rewrite.pipeline.config import load_pipeline
 from k3rewrite.pipeline.expressions import Value
@@ -41,6 +42,8 @@ VERIFY = {
     "all": (True, True),
 }
 FINALISE = ("inductor", "eager")
+OWN_NAMES = ("tp", "dcp", "target", "n_layers")
+"""names for `expect` and `when` that need not be given; the number of layers is read off the module paths"""
 PLACE = "options of backend 'k3rewrite'"
 
 
@@ -48,11 +51,19 @@ class Backend:
     """A torch.compile backend with its settings checked when it is made. `reports` has one entry a compiled graph."""
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        options = dict(options or {})
+        options = {} if options is None else options
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"options is {options!r}", place=PLACE, remedy="give a mapping of option names to values")
         for name in options:
             if name not in OPTIONS:
                 raise ConfigError(f"unknown option '{name}'", place=PLACE, remedy=did_you_mean(str(name), OPTIONS))
-        pipeline = load_pipeline(options.get("pipeline", "default"), known_passes=PASSES, known_targets=known_targets())
+        names = _names(options)
+        pipeline = load_pipeline(
+            _pipeline(options),
+            known_passes=PASSES,
+            known_targets=known_targets(),
+            known_names=(*OWN_NAMES, *names),
+        )
         regions, end_to_end = _choice(options, "verify", VERIFY) or (None, None)
         self.pipeline = pipeline.override(
             target=_text(options, "target"),
@@ -61,11 +72,11 @@ class Backend:
             finalise=_choice(options, "finalise", dict(zip(FINALISE, FINALISE, strict=True))),  # type: ignore[arg-type]
         )
         self.target = load_target(self.pipeline.target)
-        self.names = _names(options)
-        dump = options.get("dump")
-        if dump is not None and not isinstance(dump, (str,)) and not hasattr(dump, "__fspath__"):
-            raise ConfigError(f"dump is {dump!r}", place=PLACE, remedy="give the folder for dumps as a path")
-        self.dump = dump
+        parallel = self.pipeline.parallel
+        self.names: dict[str, Value] = {"tp": parallel.tp, "dcp": parallel.dcp, "target": self.target.name, **names}
+        self.dump = options.get("dump")
+        if self.dump is not None and (not isinstance(self.dump, (str, os.PathLike)) or not os.fspath(self.dump)):
+            raise ConfigError(f"dump is {self.dump!r}", place=PLACE, remedy="give the folder for dumps as a path")
         self.reports: list[RunReport] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
@@ -84,8 +95,12 @@ class Backend:
         if folder is not None:
             folder.write("pipeline.yaml", self.pipeline.to_yaml())
         compilation = Compilation(self.pipeline, self.target, report, self.names, folder)
-        compilation.rewrite_dynamo(module)
-        return lower(module, inputs, compilation)
+        try:
+            compilation.rewrite_dynamo(module)
+            return lower(module, inputs, compilation)
+        except K3RewriteError as error:
+            compilation.failed(error)
+            raise
 
 
 def k3rewrite(
@@ -114,15 +129,24 @@ def _choice(options: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -
     return choices[value]
 
 
-def _text(options: Mapping[str, Any], name: str) -> str | None:
-    value = options.get(name)
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r}", place=PLACE, remedy="give a name or a file")
+def _pipeline(options: Mapping[str, Any]) -> str | os.PathLike[str] | Mapping[str, Any]:
+    value = options.get("pipeline")
+    if value is None:
+        return "default"
+    if not isinstance(value, (str, os.PathLike, Mapping)):
+        raise ConfigError(f"pipeline is {value!r}", place=PLACE, remedy="give a name, a YAML file, or its content")
     return value
 
 
+def _text(options: Mapping[str, Any], name: str) -> str | None:
+    value = options.get(name)
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{name} is {value!r}", place=PLACE, remedy="give a name or a file")
+    return None if value is None else os.fspath(value)
+
+
 def _names(options: Mapping[str, Any]) -> dict[str, Value]:
-    names = options.get("names") or {}
+    names = {} if options.get("names") is None else options["names"]
     if not isinstance(names, Mapping):
         raise ConfigError(f"names is {names!r}", place=PLACE, remedy="give a mapping of names to numbers or texts")
     for key, value in names.items():

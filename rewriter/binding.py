@@ -9,7 +9,7 @@ for a GPU that is not there still runs, and says so). Compiler caches key custom
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import cache
 
 from k3rewrite.kernel import Kernel
 from k3rewrite.targets import Target
@@ -31,7 +31,7 @@ class Binding:
         self.name = f"{op.name}__{kernel.language}_{target.name}_{self.source_hash}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def bind(op: Op, kernel: Kernel, target: Target) -> tuple[Op, Binding]:
     """The bound op, registered with the dispatcher, and its description. The same three give the same op."""
     binding = Binding(op, kernel, target)
@@ -43,6 +43,7 @@ def bind(op: Op, kernel: Kernel, target: Target) -> tuple[Op, Binding]:
         cost=op.cost,
         traits=op.traits,
         inplace=op.inplace,
+        inplace_reads=op.inplace_reads,
         namespace=KERNEL_NAMESPACE,
         implementations={"CUDA": kernel.launch},
     )

@@ -72,17 +72,22 @@ class Compilation:
         )
 
     def __call__(self, captured: Captured) -> Callable[..., Any]:
-        """The compiled function of a captured graph, which is changed. The report is written even if an error ends it."""
+        """The compiled function of a captured graph, which is changed. The report is written also on an error."""
         try:
             return self._compile(captured)
         except Rewritten:
             raise
         except K3RewriteError as error:
-            self.report.error = str(error)
-            error.report = self.report
+            self.failed(error)
             raise
         finally:
             self.write_report()
+
+    def failed(self, error: K3RewriteError) -> None:
+        """Note what ended the compilation, also before or after it got the captured graph."""
+        self.report.error = str(error)
+        error.report = self.report
+        self.write_report()
 
     def write_report(self) -> None:
         """Write report.json (again: a run adds to it)."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,11 +113,12 @@ def tensor_bytes(*tensors: Any) -> int:
 
 def static_numel(tensor: torch.Tensor) -> int:
     """Number of elements; a symbolic size counts with its hint, without adding a guard."""
-    count = 1
-    for size in tensor.shape:
-        if isinstance(size, int):
-            count *= size
-        else:
-            hint = size.node.hint
-            count *= int(hint) if hint is not None else 0
-    return count
+    return math.prod(size_hint(size) for size in tensor.shape)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size with which a symbolic one was traced, without adding a guard; 0 if it has none (it depends on data)."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 0

@@ -2,13 +2,16 @@
 
     AMD       one workgroup a row, any number of rows
     NVIDIA    few rows (sm_90 and later): a cluster of workgroups shares a row, because with few rows most of the chip
-              is idle and one compute unit's arithmetic is what takes the time
+              is idle and one compute unit's arithmetic is what takes the time. Where the number of rows is symbolic,
+              the launch looks at the real one and hands more rows to the Triton kernels.
 
 The same source runs with one workgroup a row on NVIDIA, which is how the AMD layout is tested without an AMD GPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +43,7 @@ VECTOR = 8
 """bf16 elements of a 16-byte access"""
 FEW_ROWS = 32
 """up to so many rows a cluster a row is faster than the Triton kernels on an H200; at 128 rows it is slower"""
-ARITHMETIC_REGISTERS = 132
+ARITHMETIC_REGISTERS = 140
 """what a thread needs beside the sources that it holds: read from the compiled objects of 1 to 16 sources"""
 CLUSTER_ARCHS = ("sm_90", "sm_100")
 
@@ -80,8 +83,10 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
         if target.arch not in CLUSTER_ARCHS:
             return f"{target.arch} has no clusters of workgroups"
         rows = row_count(prefix)
-        if rows is None or rows > FEW_ROWS:
-            return f"for up to {FEW_ROWS} rows; there are {'a symbolic number' if rows is None else rows}"
+        if rows is not None and rows > FEW_ROWS:
+            return f"for up to {FEW_ROWS} rows; there are {rows}"
+        if rows is None and importlib.util.find_spec("triton") is None:
+            return "the number of rows is symbolic, and Triton, which takes many rows, is not installed"
     layout = layout_for(columns, target.arch)
     if layout is None:
         return f"rows of {columns} elements do not come out even over a cluster of workgroups"
@@ -210,6 +215,13 @@ def mix_rows(
             ],
         )  # fmt: skip
     return out
+
+
+def mix_rows_by_number(prefix: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """`mix_rows` for what this kernel takes, `launch.mix_rows` for more rows than that on NVIDIA."""
+    nvidia = launch.device_facts(prefix.device)[0] in CLUSTER_ARCHS
+    many = nvidia and math.prod(prefix.shape[:-1]) > FEW_ROWS
+    return (launch.mix_rows if many else mix_rows)(prefix, *arguments, **options)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernel import Kernel, TritonUnit
+from k3rewrite.kernel import Kernel, TritonUnit, Unit
 from k3rewrite.kernels.attn_res_norm import hip_kernel
 from k3rewrite.kernels.attn_res_norm.accept import (
     call_parts,
@@ -32,9 +32,10 @@ from k3rewrite.targets import Target
 from k3rewrite.vocabulary import Op
 
 _FOLDER = Path(__file__).parent
+_TRITON_SOURCES = tuple(_FOLDER / name for name in ("triton.py", "schedule.py", "launch.py"))
 _NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-TRITON_FLOOR_US, HIP_FLOOR_US = 4.2, 2.8
+TRITON_FLOOR_US, HIP_FLOOR_US = 5.3, 2.8
 """What a launch costs however little it moves: measured on an H200 with one row, inside a CUDA graph. On AMD, where
 neither has run, they say that the HIP kernel is preferred."""
 
@@ -53,17 +54,17 @@ def kernels_of(op: Op, run: Callable[..., Any]) -> tuple[Kernel, Kernel]:
         launch=run,
         units=_units,
         cost_us=cost_us(TRITON_FLOOR_US),
-        sources=tuple(_FOLDER / name for name in ("triton.py", "schedule.py", "launch.py")),
+        sources=_TRITON_SOURCES,
     )
     hip = Kernel(
         name=f"{op.name}.hip",
         op=op.name,
         language="hip",
         accepts=hip_kernel.accepts,
-        launch=functools.partial(run, mix=hip_kernel.mix_rows),
-        units=hip_kernel.units,
+        launch=functools.partial(run, mix=hip_kernel.mix_rows_by_number),
+        units=_hip_units,
         cost_us=cost_us(HIP_FLOOR_US),
-        sources=(hip_kernel.PATH, _FOLDER.parent / "portability.h", _FOLDER / "hip_kernel.py", _FOLDER / "launch.py"),
+        sources=(hip_kernel.PATH, _FOLDER.parent / "portability.h", _FOLDER / "hip_kernel.py", *_TRITON_SOURCES),
     )
     return triton, hip
 
@@ -85,6 +86,12 @@ def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]
     else:
         schedules = [schedule_for(target.arch, rows, *call)]
     return [_unit(arguments, target, schedule, count - 1) for schedule in schedules]
+
+
+def _hip_units(arguments: Mapping[str, Any], target: Target) -> Sequence[Unit]:
+    """The HIP unit, and on NVIDIA for a symbolic number of rows the Triton units that take over with many rows."""
+    many = target.vendor == "nvidia" and row_count(call_parts(arguments)[0]) is None
+    return [*hip_kernel.units(arguments, target), *(_units(arguments, target) if many else [])]
 
 
 def _unit(arguments: Mapping[str, Any], target: Target, schedule: Schedule, blocks: int) -> TritonUnit:

@@ -16,12 +16,15 @@ arithmetic. How sources are written, and what the mix is: `kernels/attn_res/op.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from k3rewrite._torch_private import storage_id
 from k3rewrite.errors import UnsupportedError
+from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.kernels.attn_res.op import MIX_FLOPS, check_blocks, depth_mix
 from k3rewrite.vocabulary import Cost, Op, static_numel, tensor_bytes
 
@@ -274,6 +277,31 @@ def check_bank(prefix: Tensor, bank: Tensor, slot: int) -> None:
         )
 
 
+def bank_reads(arguments: Mapping[str, Any]) -> str | None:
+    """`Op.inplace_reads` of the write: None if no source that is a view of the bank covers the slot that is written.
+
+    Such sources are whole slots: bank[..., k, :] or bank[..., k:k+n, :].
+    """
+    bank, slot = arguments["bank"], arguments["slot"]
+    step = bank.stride(-2)
+    named = {"prefix": arguments["prefix"], "delta": arguments["delta"]}
+    named |= {f"blocks[{i}]": block for i, block in enumerate(arguments["blocks"])}
+    for name, source in named.items():
+        if source is None or storage_id(source) != storage_id(bank):
+            continue
+        chunk = source.dim() == bank.dim()
+        outer = source.stride()[:-2] if chunk else source.stride()[:-1]
+        apart = source.storage_offset() - bank.storage_offset()
+        count = source.shape[-2] if chunk else 1
+        known = all(isinstance(number, int) for number in (step, apart, count)) and step > 0
+        aligned = same_sizes(outer, bank.stride()[:-2]) and same_size(source.stride(-1), bank.stride(-1))
+        if not known or not aligned or apart % step or (chunk and not same_size(source.stride(-2), step)):
+            return f"{name} is a view of the bank, but not of whole slots"
+        if apart // step <= slot < apart // step + count:
+            return f"slot {slot} is read as {name} and written"
+    return None
+
+
 _WEIGHTS = "Tensor score_norm, Tensor score_proj, float score_eps, Tensor norm_weight, float norm_eps"
 _DTYPES = "*, ScalarType compute_dtype, ScalarType mix_dtype, ScalarType scale_dtype, ScalarType out_dtype"
 
@@ -305,5 +333,6 @@ WRITE_ATTN_RES_NORM = Op(
     cost=write_attn_res_norm_cost,
     traits=frozenset({"row_independent"}),
     inplace={"bank": 0},
+    inplace_reads=bank_reads,
 )
 OPS = (ATTN_RES_NORM, ADD_ATTN_RES_NORM, WRITE_ATTN_RES_NORM)

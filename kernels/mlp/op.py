@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from k3rewrite.vocabulary import Cost, Op, static_numel, tensor_bytes
+from k3rewrite.vocabulary import Cost, Op, size_hint, static_numel, tensor_bytes
 
 ACTIVATIONS = ("silu", "situ")
 
@@ -45,9 +45,9 @@ def mlp_fake(
 
 
 def _cost(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest: object) -> Cost:
-    rows = static_numel(x) // max(1, int(x.shape[-1]))
+    rows = static_numel(x) // max(1, size_hint(x.shape[-1]))
     flops = 2 * rows * sum(static_numel(w) for w in (w_gate, w_up, w_down))
-    written = rows * int(w_down.shape[0]) * x.element_size()
+    written = rows * size_hint(w_down.shape[0]) * x.element_size()
     return Cost(2, tensor_bytes(x, w_gate, w_up, w_down), written, flops)
 
 

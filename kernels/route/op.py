@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rewrite.vocabulary import Cost, Op, tensor_bytes
+from k3rewrite.vocabulary import Cost, Op, size_hint, tensor_bytes
 
 SCORES = ("sigmoid", "softmax", "topk_softmax")
 
@@ -48,7 +48,7 @@ def route_fake(
 
 
 def _cost(logits: Tensor, bias: Tensor | None, top_k: int, *rest: object) -> Cost:
-    rows = tensor_bytes(logits) // max(1, logits.element_size() * int(logits.shape[-1]))
+    rows = tensor_bytes(logits) // max(1, logits.element_size() * size_hint(logits.shape[-1]))
     return Cost(1, tensor_bytes(logits, bias), rows * top_k * 12)
 
 

@@ -134,7 +134,7 @@ def _prepare_decode(inputs: DecodeInputs, max_context: int) -> Step:
     slots = inputs.slots.masked_fill(dead, 0)
     positions = inputs.positions.masked_fill(dead, 0)
     context = torch.arange(max_context, device=slots.device)
-    hidden = context > positions.unsqueeze(1)
+    hidden = (context > positions.unsqueeze(1)) | dead.unsqueeze(1)
     latent = LatentPlan(
         write_slots=slots,
         write_positions=positions,

@@ -1,7 +1,7 @@
 """Capture a model as one functional ATen graph, apart from what is then done with it.
 
     captured = capture(model, args, kwargs)
-    captured.module     GraphModule of ATen ops; node.meta["val"] are fake tensors; input writes are trailing copy_ nodes
+    captured.module     GraphModule of ATen ops; meta["val"] are fake tensors; input writes are trailing copy_ nodes
     captured.inputs     what the graph is called with
 
 A capture can be rewritten many times (bisection, ablation, comparison of pipelines): `captured.fresh()` gives a copy

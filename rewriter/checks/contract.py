@@ -3,7 +3,7 @@
 * inputs and outputs keep number, dtype, symbolic shape, device and stride;
 * the graph is well-formed (`lint`), and every node of it has a value description;
 * only the ops of the level are in it, and only those `k3::` ops that a pass before has announced;
-* collectives stand in the same order as in the captured graph.
+* collectives stand in the same order as in the captured graph, each with its reduction and its group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from k3rewrite.errors import ContractError
+from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.vocabulary import NAMESPACE
@@ -36,11 +37,11 @@ class GraphContract:
         return cls(
             tuple(n.meta.get("val") for n in graph.find_nodes(op="placeholder")),
             tuple(_value(a) for a in _outputs(graph)),
-            tuple(str(n.target) for n in graph.nodes if _is_collective(n)),
+            tuple(_signature(n) for n in graph.nodes if _is_collective(n)),
         )
 
     def check(self, module: GraphModule, stage: str, announced: frozenset[str]) -> None:
-        """Raise ContractError if the graph after `stage` breaks the contract. `announced` are the `k3::` ops allowed."""
+        """Raise ContractError if the graph after `stage` breaks it. `announced` are the `k3::` ops allowed."""
         graph = module.graph
         try:
             graph.lint()
@@ -71,10 +72,15 @@ def _check_node(node: Node, stage: str, announced: frozenset[str]) -> None:
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == NAMESPACE and target._opname.rstrip("_") not in announced:
             raise ContractError(f"k3::{target._opname} was not announced by any pass", place=place)
-        if "val" not in node.meta and target._schema.returns:
-            raise ContractError("a node without a value description", place=place)
-    elif not (target is operator.getitem or isinstance(target, torch._ops.HigherOrderOperator) or _is_symbolic(node)):
+        described = not target._schema.returns or "val" in node.meta
+    elif target is operator.getitem:
+        described = "val" in node.meta
+    elif isinstance(target, torch._ops.HigherOrderOperator) or _is_symbolic(node):
+        described = True
+    else:
         raise ContractError(f"{target} is no operator of this level", place=place)
+    if not described:
+        raise ContractError("a node without a value description", place=place)
 
 
 def _is_symbolic(node: Node) -> bool:
@@ -84,6 +90,12 @@ def _is_symbolic(node: Node) -> bool:
 def _is_collective(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace in ("_c10d_functional", "c10d_functional")
+
+
+def _signature(collective: Node) -> str:
+    """The op with its constants: the same reduction over another group of ranks is another collective."""
+    constants = [repr(v) for v in bound_arguments(collective).values() if not isinstance(v, (Node, list, tuple))]
+    return f"{collective.target}({', '.join(constants)})"
 
 
 def _outputs(graph: Graph) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from k3rewrite._torch_private import make_boxed
 from k3rewrite.capture import Captured
-from k3rewrite.checks.errors import FACTOR, FLOORS, Error, acceptable, measure, pooled
+from k3rewrite.checks.errors import FACTOR, FLOORS, Error, acceptable, measure_both, pooled
 from k3rewrite.checks.precise import DecisionInterpreter, decision_nodes
 from k3rewrite.errors import VerificationError
 from k3rewrite.report.schema import EndToEnd
@@ -40,7 +40,8 @@ times what eager's choices do"""
 
 @dataclass
 class EndToEndCheck:
-    """Checks a compiled graph on its first call; `result` is filled then, and `done` called with it.
+    """Checks a compiled graph on its first call; `result` is filled then, and `done` called with it. A graph that has
+    failed is never run again: every later call raises the same error.
 
     `original` is the captured graph before any pass; `outputs` the number of its outputs.
     """
@@ -48,6 +49,7 @@ class EndToEndCheck:
     original: Captured
     done: Callable[[EndToEnd], None]
     result: EndToEnd | None = None
+    failure: VerificationError | None = None
 
     def expose_choices(self, module: GraphModule) -> None:
         """Append the expert choices of the rewritten graph to its outputs."""
@@ -62,6 +64,8 @@ class EndToEndCheck:
         count = len(self.original.module.graph.output_node().args[0])  # type: ignore[arg-type]
 
         def run(*inputs: Any) -> Any:
+            if self.failure is not None:
+                raise self.failure
             if self.result is not None:
                 return tuple(compiled(list(inputs))[:count])
             return self._first(compiled, inputs, count)
@@ -94,11 +98,12 @@ class EndToEndCheck:
             shown = "; ".join(problems[:SHOWN]) + (
                 f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             )
-            raise VerificationError(
+            self.failure = VerificationError(
                 f"the compiled model is not as near to fp64 as eager is: {shown}",
                 place="end-to-end check",
                 remedy="run with --verify regions to find the rewrite, or take passes out of the pipeline",
             )
+            raise self.failure
         return outputs
 
     def _exact(
@@ -128,7 +133,7 @@ def _judge(
             if not torch.equal(a, b):
                 problems.append(f"{label} (integers) differs from eager")
         else:
-            error_old, error_new = measure(a, exact_a), measure(b, exact_b)
+            error_old, error_new = measure_both(a, exact_a, b, exact_b)
             largest_old, largest_new = max(largest_old, error_old.rms), max(largest_new, error_new.rms)
             is_state = label.startswith(STATE)
             if is_state:

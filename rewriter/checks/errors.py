@@ -28,26 +28,50 @@ FLOORS: Mapping[torch.dtype, float] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Error:
-    """Deviation from exact arithmetic over the root mean square of the exact values: its rms and its largest element."""
+    """Deviation from exact arithmetic over the rms of the exact values: its rms and its largest element."""
 
     rms: float
     worst: float
 
 
 def measure(value: Tensor, exact: Tensor) -> Error:
-    """Infinite if a value is not finite exactly where the exact one is not; 0 for empty tensors. If all exact values
-    are zero, deviations count as they are."""
+    """Infinite if the shapes differ, or a value is not finite exactly where the exact one is not, or not finite in
+    another way (NaN, the sign of an infinity); 0 for empty tensors. If all exact values are zero, deviations count as
+    they are."""
+    if value.shape != exact.shape:
+        return Error(math.inf, math.inf)
     if exact.numel() == 0:
         return Error(0.0, 0.0)
     wide, exact = value.detach().double().cpu(), exact.detach().double().cpu()
-    finite = torch.isfinite(exact)
-    if not torch.equal(torch.isfinite(wide), finite):
+    if bool(_other_kind(wide, exact).any()):
         return Error(math.inf, math.inf)
+    finite = torch.isfinite(exact)
     if not finite.any():
         return Error(0.0, 0.0)
     deviation = (wide - exact)[finite]
-    scale = exact[finite].pow(2).mean().sqrt().item() or 1.0
-    return Error(deviation.pow(2).mean().sqrt().item() / scale, deviation.abs().max().item() / scale)
+    scale = _rms(exact[finite]) or 1.0
+    return Error(_rms(deviation) / scale, deviation.abs().max().item() / scale)
+
+
+def measure_both(old: Tensor, exact_old: Tensor, new: Tensor, exact_new: Tensor) -> tuple[Error, Error]:
+    """The errors of two runs, each against its own exact values, at the elements at which the old run is finite where
+    it should be: what overflows in the original must not hide what is wrong elsewhere in the new one."""
+    if not old.shape == new.shape == exact_old.shape == exact_new.shape:
+        return measure(old, exact_old), measure(new, exact_new)
+    sound = ~_other_kind(old, exact_old)
+    return measure(old[sound], exact_old[sound]), measure(new[sound], exact_new[sound])
+
+
+def _other_kind(value: Tensor, exact: Tensor) -> Tensor:
+    """Where one is a number and the other is not, or they are different infinities or NaN."""
+    both_finite = torch.isfinite(value) & torch.isfinite(exact)
+    return ~(both_finite | (value == exact) | (value.isnan() & exact.isnan()))
+
+
+def _rms(values: Tensor) -> float:
+    """Root mean square, without the overflow of a square (masks hold the largest number of their dtype)."""
+    largest = values.abs().max().item()
+    return largest * (values / largest).pow(2).mean().sqrt().item() if largest else 0.0
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:

@@ -17,11 +17,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from k3rewrite._torch_private import no_modes
-from k3rewrite.checks.errors import acceptable, measure
+from k3rewrite.checks.errors import acceptable, measure_both
 from k3rewrite.checks.precise import DecisionInterpreter
 from k3rewrite.patterns.rewrite import Rewrite, SiteCheck
 from k3rewrite.patterns.rule import Refusal
-
+from k3rewrite.vocabulary import size_hint
 
 MAX_LEVELS = 4
 """how many nodes a replacement may look through above its match"""
@@ -61,33 +61,56 @@ def region_check(seed: int = 0, folder: Path | None = None) -> SiteCheck:
 
 def compare(name: str, old: Any, new: Any, exact: Any) -> str | None:
     """What is wrong with `new`, or None."""
+    if isinstance(old, (list, tuple)):
+        parts = zip(old, new, exact, strict=True)
+        reasons = (compare(f"{name}[{i}]", a, b, e) for i, (a, b, e) in enumerate(parts))
+        return next((reason for reason in reasons if reason), None)
     if not isinstance(old, Tensor):
         return None if old == new else f"output '{name}': {old} became {new}"
     if not old.dtype.is_floating_point:
         return None if torch.equal(old, new) else f"output '{name}': integer results differ"
-    error_old, error_new = measure(old, exact), measure(new, exact)
+    error_old, error_new = measure_both(old, exact, new, exact)
     if acceptable(error_new, error_old, new.dtype):
         return None
     return (
-        f"output '{name}': error {error_new.rms:.3e} (worst element {error_new.worst:.3e}) against fp64, the original has "
-        f"{error_old.rms:.3e} ({error_old.worst:.3e})"
+        f"output '{name}': error {error_new.rms:.3e} (worst element {error_new.worst:.3e}) against fp64, "
+        f"the original has {error_old.rms:.3e} ({error_old.worst:.3e})"
     )
 
 
 def random_value(fake: Any, seed: int) -> Any:
-    """A random value of the metadata of a fake one: normal for floating dtypes, 0 or 1 for integers, strides kept."""
+    """A random value of the metadata of a fake one: normal for floating dtypes, 0 or 1 for integers.
+
+    Device and strides are kept, symbolic sizes take their hints (no guard is added), and elements that share memory
+    (an expanded tensor) are equal.
+    """
+    if isinstance(fake, torch.SymInt):
+        return size_hint(fake)
+    if isinstance(fake, (list, tuple)):
+        return type(fake)(random_value(item, seed + i) for i, item in enumerate(fake))
     if not isinstance(fake, Tensor):
-        return int(fake) if isinstance(fake, torch.SymInt) else fake
+        return fake
     generator = torch.Generator().manual_seed(seed)
-    shape = [int(s) for s in fake.shape]
-    if fake.dtype.is_floating_point:
-        value = torch.randn(shape, generator=generator).to(fake.dtype)
-    elif fake.dtype == torch.bool:
-        value = torch.rand(shape, generator=generator) < 0.5
+    shape, strides = [size_hint(s) for s in fake.shape], [size_hint(s) for s in fake.stride()]
+    apart = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
+    if fake.dtype.is_floating_point or fake.dtype.is_complex:
+        value = torch.randn(apart, generator=generator, dtype=torch.float64).to(fake.dtype)
     else:
-        value = torch.randint(0, 2, shape, generator=generator).to(fake.dtype)
-    strided = torch.empty_strided(shape, [int(s) for s in fake.stride()], dtype=fake.dtype)
-    return strided.copy_(value)
+        value = torch.randint(0, 2, apart, generator=generator).to(fake.dtype)
+    if _may_overlap(apart, strides):
+        return value.to(fake.device)
+    strided = torch.empty_strided(apart, strides, dtype=fake.dtype, device=fake.device)
+    return strided.copy_(value).expand(shape)
+
+
+def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True unless each dimension steps over everything that the denser ones reach: then two places may be one."""
+    reach = 1
+    for stride, size in sorted((st, s) for s, st in zip(shape, strides, strict=True) if s > 1):
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
 
 
 def _copy(value: Any) -> Any:

@@ -3,6 +3,8 @@
 provenance.py  source line, module path, inheritance of metadata
 cost.py        launches and bytes of a node
 arguments.py   a call's arguments by name, with the schema's defaults filled in
-purity.py      writes and aliases, proved from schemas
-storage.py     which nodes share storage
+effects.py     what one node writes, aliases and does besides, read off its schema
+purity.py      what may be deleted, merged or moved
+storage.py     which nodes share storage, who reads and writes it
+takeover.py    may a result take the storage of an argument
 """

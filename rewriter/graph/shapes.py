@@ -26,10 +26,16 @@ def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def metadata_difference(old: Any, new: Any) -> str | None:
     """The first of dtype, shape, device, stride in which two values differ, in words; None if in none.
 
-    Strides of dimensions of size one (or of empty tensors) are not observable and not compared.
+    Strides of dimensions of size one (or of empty tensors) are not observable and not compared. Lists of values are
+    compared one by one, sizes by what is known of them, other constants by type and value.
     """
+    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        if len(old) != len(new):
+            return f"{len(old)} results become {len(new)}"
+        found = ((index, metadata_difference(a, b)) for index, (a, b) in enumerate(zip(old, new, strict=True)))
+        return next((f"result {index}: {difference}" for index, difference in found if difference), None)
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        return None if type(old) is type(new) else f"{type(old).__name__} becomes {type(new).__name__}"
+        return _constant_difference(old, new)
     if old.dtype != new.dtype:
         return f"dtype {old.dtype} becomes {new.dtype}"
     if not same_sizes(old.shape, new.shape):
@@ -41,6 +47,16 @@ def metadata_difference(old: Any, new: Any) -> str | None:
     for size, before, after in zip(old.shape, old.stride(), new.stride(), strict=True):
         if not same_size(size, 1) and not same_size(before, after):
             return f"stride {shape_text(old.stride())} becomes {shape_text(new.stride())}"
+    return None
+
+
+def _constant_difference(old: Any, new: Any) -> str | None:
+    if type(old) is not type(new):
+        return f"{type(old).__name__} becomes {type(new).__name__}"
+    if isinstance(old, (int, torch.SymInt)):
+        return None if same_size(old, new) else f"{old} becomes {new}"
+    if isinstance(old, (float, str, type(None))):
+        return None if old == new or old != old else f"{old!r} becomes {new!r}"
     return None
 
 

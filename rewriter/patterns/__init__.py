@@ -1,12 +1,13 @@
 """Patterns, the matcher, rules, and their application to a graph.
 
 pattern.py  patterns as values
-match.py    the matcher: from an anchor to a match, or to the deepest reason for a miss
+match.py    the matcher: from an anchor to its matches, or to the deepest reason for a miss
+bindings.py what a match knows, and the deepest failure
 rule.py     rule, policy, refusal, builder, examples
 rewrite.py  one rule applied to every candidate site, with purity and contract checked
 """
 
-from k3rewrite.patterns.match import Match, describe
+from k3rewrite.patterns.bindings import Match, describe
 from k3rewrite.patterns.pattern import (
     LAST_DIM,
     OPERATORS,

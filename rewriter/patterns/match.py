@@ -1,7 +1,7 @@
 """The matcher: from an anchor node to the largest match around it, or to the deepest reason for a miss.
 
     site = the anchor op (say rsqrt)  ->  its possible roots, a few users away  ->  pattern matched downwards from each
-    root, with backtracking over alternatives and argument orders  ->  matches ordered from large to small, or a `Miss`
+    root, with backtracking over alternatives and argument orders  ->  matches, largest first, or the deepest failure
 
 Matching reads the graph and never changes it. An attempt that fails remembers the place at which the most nodes had
 already matched: that is the reason a reader of the report wants.
@@ -10,17 +10,16 @@ already matched: that is the reason a reader of the report wants.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import permutations
+from collections.abc import Iterator
+from itertools import islice, permutations
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from k3rewrite.graph.arguments import MISSING, bound_arguments, parameters
-from k3rewrite.graph.cost import is_view
-from k3rewrite.graph.provenance import source_line
+from k3rewrite.graph.layout import keeps_order
+from k3rewrite.patterns.bindings import Attempt, Bindings, Match, cast_source, describe, dtype_of, same
 from k3rewrite.patterns.pattern import (
     COMMUTATIVE,
     OPERATORS,
@@ -41,94 +40,53 @@ from k3rewrite.patterns.pattern import (
 
 MAX_VIEWS = 6
 """longest chain of views that `Views` looks through"""
+MAX_READINGS = 16
+"""how many further ways to read one root as the pattern are offered, after the first"""
 
 
-@dataclass(frozen=True)
-class Bindings:
-    """What a partial match has bound (name -> node, number, dtype ...) and which nodes it covers, in match order."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    nodes: tuple[Node, ...] = ()
-
-    def bind(self, name: str | None, value: Any) -> Bindings | None:
-        """With `name` bound; None if it is bound to something else."""
-        if name is None:
-            return self
-        if name in self.values:
-            return self if same(self.values[name], value) else None
-        return Bindings({**self.values, name: value}, self.nodes)
-
-    def cover(self, node: Node) -> Bindings:
-        return self if node in self.nodes else Bindings(self.values, (*self.nodes, node))
-
-
-def same(a: Any, b: Any) -> bool:
-    """Identity for nodes, equality with equal types for numbers (1 is not 1.0, True is not 1)."""
-    if isinstance(a, Node) or isinstance(b, Node):
-        return a is b
-    return type(a) is type(b) and a == b
-
-
-@dataclass
-class Attempt:
-    """The deepest failure seen while one site was tried."""
-
-    depth: int = -1
-    node: Node | None = None
-    expected: str = ""
-    found: str = ""
-    reason: str = ""
-
-    def fail(self, env: Bindings, at: Any, expected: str, found: str, reason: str = "") -> None:
-        if len(env.nodes) > self.depth:
-            self.depth = len(env.nodes)
-            self.node = at if isinstance(at, Node) else (env.nodes[-1] if env.nodes else None)
-            self.expected, self.found = expected, found
-            self.reason = reason or f"expected {expected}, found {found}"
-
-
-@dataclass(frozen=True)
-class Match:
-    """A pattern found: the root's node, everything bound, and the nodes that the rewrite would replace."""
-
-    root: Node
-    bindings: Mapping[str, Any]
-    nodes: frozenset[Node]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.bindings[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.bindings.get(name, default)
-
-    def value(self, name: str) -> torch.Tensor:
-        """The fake tensor of a bound node."""
-        return self.bindings[name].meta["val"]
-
-
-def match_site(pattern: Pattern, anchor: Node, *, reach: int) -> tuple[list[Match], Attempt]:
-    """All matches that cover `anchor` under the name "anchor", largest first, and the deepest failure.
+def match_site(pattern: Pattern, anchor: Node, *, reach: int) -> tuple[Iterator[Match], Attempt]:
+    """All matches that cover `anchor` under the name "anchor", largest root first, and the deepest failure.
 
     Roots are the anchor and its users up to `reach` steps away, nearest first; the order is that of the graph, so the
-    result does not depend on hashing.
+    result does not depend on hashing. A root can be an instance of the pattern in several ways (with and without a
+    cast, with its operands exchanged); the second and later ones are looked for only when they are asked for.
     """
-    attempt = Attempt()
+    attempt = Attempt(anchor)
     wanted = heads(pattern)
-    found: list[Match] = []
+    found: list[tuple[Match, Iterator[Match]]] = []
     for root in _roots(anchor, reach):
         if wanted is not None and root.target not in wanted:
             continue
-        for env in _match(pattern, root, Bindings(), attempt):
-            if env.values.get("anchor") is anchor:
-                found.append(Match(root, env.values, frozenset(env.nodes)))
-                break
-            attempt.fail(env, root, "this site in the pattern", "a match around another site")
-    found.sort(key=lambda m: -len(m.nodes))
-    if not found and attempt.depth < 0:
+        readings = _readings(pattern, root, anchor, attempt)
+        if (first := next(readings, None)) is not None:
+            found.append((first, readings))
+    found.sort(key=lambda pair: -len(pair[0].nodes))
+    if not found and not attempt.reason:
         names = ", ".join(sorted({t.__name__ if hasattr(t, "__name__") else str(t) for t in wanted or ()}))
         users = ", ".join(describe(u) for u in anchor.users) or "no user"
-        attempt.fail(Bindings(), anchor, f"a use in {names}", users)
-    return found, attempt
+        attempt.fail(Bindings(), anchor, f"a use in {names}" if names else "a use", users)
+    return _in_turn(found), attempt
+
+
+def _in_turn(found: list[tuple[Match, Iterator[Match]]]) -> Iterator[Match]:
+    for first, rest in found:
+        yield first
+        yield from islice(rest, MAX_READINGS)
+
+
+def _readings(pattern: Pattern, root: Node, anchor: Node, attempt: Attempt) -> Iterator[Match]:
+    """The different ways in which `root` is an instance of the pattern with `anchor` in its place."""
+    seen: list[Bindings] = []
+    for env in _match(pattern, root, Bindings(), attempt):
+        if env.values.get("anchor") is not anchor:
+            attempt.fail(Bindings(), root, "this site in the pattern", "a match around another site")
+        elif not any(set(env.nodes) == set(e.nodes) and _same_values(env, e) for e in seen):
+            seen.append(env)
+            yield Match(root, env.values, frozenset(env.nodes))
+
+
+def _same_values(a: Bindings, b: Bindings) -> bool:
+    return a.values.keys() == b.values.keys() and all(same(value, b.values[name]) for name, value in a.values.items())
 
 
 def _roots(anchor: Node, reach: int) -> Iterator[Node]:
@@ -176,12 +134,11 @@ def _match(pattern: Pattern, value: Any, env: Bindings, attempt: Attempt) -> Ite
         yield from _match_views(pattern, value, env, attempt)
     elif isinstance(pattern, Named):
         for inner in _match(pattern.inner, value, env, attempt):
-            if bound := inner.bind(pattern.name, value):
+            if (bound := _bind(inner, pattern.name, value, attempt)) is not None:
                 yield bound
     elif isinstance(pattern, Item):
         if isinstance(value, Node) and value.target is operator.getitem and value.args[1] == pattern.index:
-            covered = env.cover(value).bind(pattern.name, value)
-            if covered:
+            if (covered := _bind(env.cover(value), pattern.name, value, attempt)) is not None:
                 yield from _match(pattern.inner, value.args[0], covered, attempt)
         else:
             attempt.fail(env, value, pattern.describe(), describe(value))
@@ -193,48 +150,53 @@ def _match(pattern: Pattern, value: Any, env: Bindings, attempt: Attempt) -> Ite
         yield from _match_leaf(pattern, value, env, attempt)
 
 
+def _bind(env: Bindings, name: str | None, value: Any, attempt: Attempt) -> Bindings | None:
+    """`env` with `name` bound to `value`; None, and the failure noted, if it is bound to something else."""
+    bound = env.bind(name, value)
+    if bound is None:
+        assert name is not None
+        other = describe(env.values[name])
+        attempt.fail(
+            env, value, f"'{name}' to be {other}", describe(value),
+            f"'{name}' is {other} in one place and {describe(value)} in another",
+        )  # fmt: skip
+    return bound
+
+
 def _match_leaf(pattern: Pattern, value: Any, env: Bindings, attempt: Attempt) -> Iterator[Bindings]:
     if isinstance(pattern, Var):
-        if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
-            attempt.fail(env, value, pattern.describe(), describe(value))
-            return
-        bound = env.bind(pattern.name, value)
-        if bound is None:
-            other = env.values[pattern.name]
-            attempt.fail(
-                env, value, f"'{pattern.name}' to be {describe(other)}", describe(value),
-                f"'{pattern.name}' is {describe(other)} in one place and {describe(value)} in another",
-            )  # fmt: skip
-            return
-        yield bound
+        fits = isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
     elif isinstance(pattern, Number):
-        if isinstance(value, bool) != isinstance(pattern.value, bool) or not isinstance(value, (int, float)):
-            attempt.fail(env, value, pattern.describe(), describe(value))
-        elif pattern.value is not None and value != pattern.value:
-            attempt.fail(env, value, pattern.describe(), describe(value))
-        else:
-            bound = env.bind(pattern.name, value)
-            if bound is None:
-                attempt.fail(env, value, f"'{pattern.name}' again", describe(value))
-            else:
-                yield bound
+        fits = _is_number(value, pattern.value)
     elif isinstance(pattern, Anything):
-        if bound := env.bind(pattern.name, value):
-            yield bound
+        fits = True
     else:
         raise TypeError(f"no matcher for {type(pattern).__name__}")
+    if not fits:
+        attempt.fail(env, value, pattern.describe(), describe(value))
+    elif (bound := _bind(env, pattern.name, value, attempt)) is not None:
+        yield bound
+
+
+def _is_number(value: Any, wanted: float | None) -> bool:
+    """True for a Python number of the wanted value, whatever it is if None: 2 and 2.0 are one value, True is not 1."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) != isinstance(wanted, bool):
+        return False
+    return wanted is None or value == wanted
 
 
 def _match_call(pattern: Call, node: Any, env: Bindings, attempt: Attempt) -> Iterator[Bindings]:
     if not isinstance(node, Node) or node.op != "call_function" or node.target not in pattern.targets:
         attempt.fail(env, node, pattern.describe(), describe(node))
         return
-    covered = env.cover(node).bind(pattern.name, node)
+    covered = _bind(env.cover(node), pattern.name, node, attempt)
     if covered is None:
-        attempt.fail(env, node, f"'{pattern.name}' to be one node", describe(node))
         return
     arguments = bound_arguments(node)
     names = [name for name, _ in parameters(node.target)]
+    if len(pattern.args) > len(names):
+        attempt.fail(covered, node, f"{pattern.label} with {len(pattern.args)} parameters", describe(node))
+        return
     wanted = dict(zip(names, pattern.args, strict=False))
     wanted.update(pattern.kwargs)
     if not pattern.open:
@@ -247,7 +209,7 @@ def _match_call(pattern: Call, node: Any, env: Bindings, attempt: Attempt) -> It
         return
     pairs = [(p, _normalise(p, arguments[n], node)) for n, p in wanted.items()]
     yield from _match_all(pairs, covered, attempt)
-    if node.target in COMMUTATIVE and len(pattern.args) >= 2:
+    if node.target in COMMUTATIVE and len(pattern.args) >= 2 and arguments.get("alpha", 1) == 1:
         yield from _match_all([(pairs[0][0], pairs[1][1]), (pairs[1][0], pairs[0][1]), *pairs[2:]], covered, attempt)
 
 
@@ -278,10 +240,8 @@ def _match_all(pairs: list[tuple[Pattern, Any]], env: Bindings, attempt: Attempt
 
 
 def _match_cast(pattern: Cast, value: Any, env: Bindings, attempt: Attempt) -> Iterator[Bindings]:
-    dtype = dtype_of(value)
-    bound = env.bind(pattern.name, dtype)
+    bound = _bind(env, pattern.name, dtype_of(value), attempt)
     if bound is None:
-        attempt.fail(env, value, f"dtype '{pattern.name}' to be {env.values[pattern.name]}", str(dtype))
         return
     if isinstance(value, Node) and cast_source(value) is not None:
         yield from _match(pattern.inner, cast_source(value), bound.cover(value), attempt)
@@ -289,12 +249,12 @@ def _match_cast(pattern: Cast, value: Any, env: Bindings, attempt: Attempt) -> I
 
 
 def _match_views(pattern: Views, value: Any, env: Bindings, attempt: Attempt) -> Iterator[Bindings]:
-    bound = env.bind(pattern.name, value)
+    bound = _bind(env, pattern.name, value, attempt)
     for _ in range(MAX_VIEWS + 1):
         if bound is None:
             return
         yield from _match(pattern.inner, value, bound, attempt)
-        if not (isinstance(value, Node) and isinstance(value.target, torch._ops.OpOverload) and is_view(value.target)):
+        if not (isinstance(value, Node) and keeps_order(value)):
             return
         bound, value = bound.cover(value), value.args[0]
 
@@ -307,7 +267,7 @@ def _match_product(pattern: Product, value: Any, env: Bindings, attempt: Attempt
     if len(factors) != len(pattern.factors):
         attempt.fail(env, value, pattern.describe(), f"a product of {len(factors)} tensors")
         return
-    bound = env.bind(pattern.scale, scale)
+    bound = _bind(env, pattern.scale, scale, attempt)
     if bound is None:
         return
     for node in inner:
@@ -351,31 +311,3 @@ def _match_list(pattern: ListOf, value: Any, env: Bindings, attempt: Attempt) ->
         attempt.fail(env, None, pattern.describe(), f"a list of {len(value)}")
     else:
         yield from _match_all(list(zip(pattern.items, value, strict=True)), env, attempt)
-
-
-def cast_source(node: Node) -> Node | None:
-    """The node that `node` casts, if it changes the dtype and nothing else (device, layout, strides)."""
-    if node.op != "call_function" or node.target not in OPERATORS["cast"] or not isinstance(node.args[0], Node):
-        return None
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
-        return None
-    arguments = bound_arguments(node)
-    plain = before.device == after.device and arguments.get("memory_format") in (None, torch.preserve_format)
-    return node.args[0] if plain and before.dtype != after.dtype else None
-
-
-def dtype_of(value: Any) -> torch.dtype | None:
-    tensor = value.meta.get("val") if isinstance(value, Node) else None
-    return tensor.dtype if isinstance(tensor, torch.Tensor) else None
-
-
-def describe(value: Any) -> str:
-    """`mul (net.py:12 in forward)` for a node, the value itself for a constant."""
-    if not isinstance(value, Node):
-        return repr(value) if not isinstance(value, (list, tuple)) else f"a list of {len(value)}"
-    if value.op != "call_function":
-        return f"{value.op} {value.name}"
-    target = value.target
-    label = target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
-    return f"{label} '{value.name}' ({source_line(value)})"

@@ -5,11 +5,13 @@
     norm = call("mul", x, call("rsqrt", call("add", statistic, Number("eps"))))
 
 * `Var` binds a tensor; a name used twice must be the same node. It never binds a number.
-* `Number` captures a scalar (or demands one); there are no wildcards for literals.
+* `Number` captures a scalar, or demands one by value (2 and 2.0 are the same, True and 1 are not); there are no
+  wildcards for literals.
 * `call` names an operator; its overloads are in `OPERATORS`. Arguments are compared by parameter name with the
   schema's defaults filled in; commutative operators are tried both ways.
 * `Cast` is an optional dtype cast around a value; the dtype there is bound, so that a rule can check it.
-* `Product` is a product in any association. `a | b` are alternatives. `ListOf` matches list arguments. `Item` is one result of a call with several.
+* `Views` looks through reshapes, never through transpositions or slices. `Product` is a product in any association.
+* `a | b` are alternatives. `ListOf` matches list arguments. `Item` is one result of a call with several.
 """
 
 from __future__ import annotations
@@ -151,8 +153,8 @@ class Cast(Pattern):
 
 @dataclass(frozen=True)
 class Views(Pattern):
-    """`inner` behind any chain of view-like ops (view, unsqueeze, expand, permute ...); `name` binds the outermost
-    node. The rule must prove from shapes that the chain only adds or drops dimensions of size one."""
+    """`inner` behind any chain of views that show all of its elements in the same order (see graph/layout.py); `name`
+    binds the outermost node. What is left to the rule is to check its shape."""
 
     inner: Pattern
     name: str | None = None
@@ -240,4 +242,8 @@ def call(operator: str | Any, *args: Pattern | float, name: str | None = None, o
 
 
 def _lift(value: Any) -> Pattern:
-    return value if isinstance(value, Pattern) else Number(value=value)
+    if isinstance(value, Pattern):
+        return value
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(f"{value!r} is neither a pattern nor a number")
+    return Number(value=value)

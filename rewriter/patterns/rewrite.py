@@ -2,8 +2,8 @@
 
 For every anchor, in graph order:
 
-    match (largest first) -> users, purity, the rule's guard -> new nodes -> contract -> replace      => a Site
-                          \\-> any of them objects                                                    => a Miss
+    match (largest first) -> users, the rule's guard, purity -> new nodes -> contract, storage -> replace   => a Site
+                          \\-> any of them objects: the next match, and if there is none                    => a Miss
 
 Everything is decided before the first user is redirected, and a refusal takes its new nodes back: after a miss the
 graph reads exactly as before.
@@ -12,16 +12,19 @@ graph reads exactly as before.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.provenance import UNKNOWN_SOURCE, module_path, source_line
-from k3rewrite.graph.purity import PurityIndex, effect, is_view, writes
+from k3rewrite.graph.purity import PurityIndex, aliases_of, effect, is_view, writes
 from k3rewrite.graph.shapes import metadata_difference
-from k3rewrite.patterns.match import Match, describe, match_site
+from k3rewrite.graph.storage import StorageMap
+from k3rewrite.patterns.bindings import Match, describe
+from k3rewrite.patterns.match import match_site
 from k3rewrite.patterns.pattern import OPERATORS
 from k3rewrite.patterns.rule import Builder, Policy, Refusal, Rule
 from k3rewrite.report.schema import Miss, PassReport, Site
@@ -44,7 +47,7 @@ def apply_rule(
     rule: Rule, module: GraphModule, report: PassReport, *, allow_changes_rounding: bool = False,
     verify: SiteCheck | None = None,
 ) -> None:  # fmt: skip
-    """Rewrite every site of `rule` in `module`, adding candidates, sites and misses to `report`.
+    """Rewrite every site of `rule` in `module`, adding candidates, sites, misses and refusals to `report`.
 
     `verify` runs a built replacement against the old nodes before it is put in place (see checks/regions.py).
     """
@@ -55,10 +58,10 @@ def apply_rule(
         report.candidates += 1
         where = {"site": anchor.name, "source": source_line(anchor), "module": module_path(anchor)}
         if anchor in claimed:
-            report.missed.append(Miss(reason=f"already part of {claimed[anchor]}", **where))
+            report.refused.append(Miss(reason=f"already part of {claimed[anchor]}", **where))
             continue
         matches, attempt = match_site(rule.pattern, anchor, reach=rule.reach)
-        objections: list[Miss] = []
+        objections: list[Refusal] = []
         for match in matches:
             outcome = _try(rule, match, graph, allow_changes_rounding, verify, writers)
             if isinstance(outcome, Rewrite):
@@ -69,11 +72,12 @@ def apply_rule(
                 report.matched += 1
                 report.sites.append(Site(replaced_by=replaced_by.name, policy=policy, **where))
                 break
-            place = _place_of(outcome.node, where["source"])
-            objections.append(Miss(reason=outcome.reason, **{**where, "source": place}))
+            objections.append(outcome)
         else:
             if objections:
-                report.missed.append(objections[0])
+                first = objections[0]
+                miss = Miss(reason=first.reason, **{**where, "source": _place_of(first.node, where["source"])})
+                (report.refused if first.built else report.missed).append(miss)
             else:
                 place = _place_of(attempt.node, where["source"])
                 report.missed.append(
@@ -115,26 +119,49 @@ def _try(
         return before
     if refusal := _impure(graph, ordered, before, writers):
         return refusal
-    builder = Builder(graph, before, ordered, f"{rule.name}")
-    new = rule.build(match, builder, frozenset(exposed))
-    rewrite = Rewrite(rule, match, tuple(builder.made), old, new)
-    refusal = _contract(rewrite) or _aliases(graph, rewrite, writers) or (verify(rewrite) if verify else None)
-    if refusal:
-        builder.discard()
-        return refusal
-    return rewrite
+    builder = Builder(graph, before, ordered, rule.name)
+    kept = False
+    try:
+        rewrite = _build(rule, match, builder, old)
+        if isinstance(rewrite, Refusal):
+            return rewrite
+        refusal = (
+            _contract(rewrite)
+            or _reads(graph, rewrite, before, writers)
+            or _aliases(graph, rewrite, writers)
+            or (verify(rewrite) if verify else None)
+        )
+        if refusal:
+            return replace(refusal, built=True)
+        kept = True
+        return rewrite
+    finally:
+        if not kept:
+            builder.discard()
+
+
+def _build(rule: Rule, match: Match, builder: Builder, old: Mapping[str, Node]) -> Rewrite | Refusal:
+    try:
+        new = rule.build(match, builder, frozenset(old) - {"root"})
+    except UnsupportedError as error:
+        return Refusal(f"the replacement does not take these arguments: {error.message}", match.root)
+    return Rewrite(rule, match, tuple(builder.made), old, new)
 
 
 def _exposed(rule: Rule, match: Match) -> dict[str, Node] | Refusal:
     """Inner values with users outside, by name: exposable by the rule, or cheap enough to be computed twice, or a
     refusal. Result i of an inner call with several results is named "name[i]"."""
-    names = {node: name for name, node in match.bindings.items() if isinstance(node, Node)}
+    names: dict[Node, list[str]] = {}
+    for bound, value in match.bindings.items():
+        if isinstance(value, Node):
+            names.setdefault(value, []).append(bound)
     exposed: dict[str, Node] = {}
     for node in sorted(match.nodes):
         outside = [u for u in node.users if u not in match.nodes]
         if node is match.root or not outside:
             continue
-        name = names.get(node, "")
+        own = names.get(node, [""])
+        name = next((n for n in own if n in rule.exposable), own[0])
         items = {f"{name}[{u.args[1]}]": u for u in outside if u.target is operator.getitem}
         if name in rule.exposable:
             exposed[name] = node
@@ -175,27 +202,57 @@ def _impure(graph: Graph, ordered: Sequence[Node], before: Node, writers: Sequen
     return Refusal(f"inside the match, {objection}", before) if objection else None
 
 
+def _reads(graph: Graph, rewrite: Rewrite, before: Node, writers: Sequence[Node]) -> Refusal | None:
+    """What the new nodes read must be there at the new place, be no value that they replace, and, where a rule looks
+    further up than its match (through a stack, a cast), still hold what was read there."""
+    inside, made = rewrite.match.nodes, set(rewrite.made)
+    inputs = {i for node in inside for i in node.all_input_nodes}
+    for source in dict.fromkeys(i for node in rewrite.made for i in node.all_input_nodes):
+        if source in made:
+            continue
+        if source in inside and not _is_cheap(source, rewrite.match):
+            return Refusal(f"the replacement reads {describe(source)}, which it replaces", source)
+        if not source < before:
+            return Refusal(f"no place: {describe(source)} is computed after the first use of a result", source)
+        if source not in inputs and source not in inside and not _none_between(writers, source, before):
+            if (writer := PurityIndex(graph).written_between(source, source, before)) is not None:
+                return Refusal(f"{describe(writer)} writes {describe(source)} before the replacement reads it", writer)
+    return None
+
+
 def _aliases(graph: Graph, rewrite: Rewrite, writers: Sequence[Node]) -> Refusal | None:
-    """A replacement that is an existing value: the old one must not be returned, nor either be written later."""
+    """A replacement that is an existing value or a view of one: the old one must not be returned, nor either be
+    written later, unless the old one was a view of the same."""
     made = set(rewrite.made)
     for name, old in rewrite.old.items():
-        new = rewrite.new[name]
-        if new in made:
+        existing = _existing(rewrite.new[name], made)
+        if existing is None:
             continue
-        readers = _readers(old)
-        if any(reader.op == "output" for reader in readers):
-            return Refusal(f"the result is returned and would share storage with {describe(new)}", old)
-        last = max(readers, default=old)
-        if not _none_between(writers, new, last):
+        reading = readers(old)
+        if any(reader.op == "output" for reader in reading):
+            if not StorageMap(graph).same_storage(old, existing):
+                return Refusal(f"the result is returned and would share storage with {describe(existing)}", old)
+        last = max(reading, default=old)
+        if not _none_between(writers, existing, last):
             index = PurityIndex(graph)
-            writer = index.written_between([new, old], new, last)
+            writer = index.written_between([existing, old], existing, last)
             writes_last = last if last in writers else None
-            if (writer := writer or writes_last) is not None:
+            if (writer := writer or writes_last) is not None and not index.storage.same_storage(old, existing):
                 return Refusal(f"{describe(writer)} writes while the result is read", writer)
     return None
 
 
-def _readers(node: Node) -> list[Node]:
+def _existing(value: Node, made: Collection[Node]) -> Node | None:
+    """The value outside of the new nodes that `value` is or is a view of, if there is one."""
+    while value in made:
+        shared = aliases_of(value)
+        if not shared:
+            return None
+        value = shared[0]
+    return value
+
+
+def readers(node: Node) -> list[Node]:
     """Users of a value and of its views."""
     found: dict[Node, None] = {}
     stack = [node]

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.provenance import inherit_meta
-from k3rewrite.patterns.match import Match
+from k3rewrite.patterns.bindings import Match
 from k3rewrite.patterns.pattern import Pattern
 
 
@@ -40,10 +40,12 @@ class Policy(str, Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a match is not rewritten; `node` is the place that decides it."""
+    """Why a match is not rewritten; `node` is the place that decides it, `built` says that the replacement was there
+    and was turned down (contract, storage, verification)."""
 
     reason: str
     node: Node | None = None
+    built: bool = False
 
 
 @dataclass(frozen=True)

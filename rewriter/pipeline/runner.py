@@ -25,6 +25,7 @@ from k3rewrite.pipeline.settings import PassConfig, PipelineConfig
 from k3rewrite.report.schema import PassReport
 from k3rewrite.vocabulary import Cost, Op
 
+NO_SITE = "    none: no candidate site was found"
 NEAR_MISSES = 5
 """how many misses an expectation error shows"""
 
@@ -67,8 +68,9 @@ def run_pipeline(
     after_pass: AfterPass | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Rewrite `module` in place and append a report of each pass to `reports`, also of one that fails. `names` are the values that `expect` and `when` may use; `n_layers` is read off the
-    graph when it is not among them.
+    """Rewrite `module` in place and append a report of each pass to `reports`, also of one that fails.
+
+    `names` are the values that `expect` and `when` may use; `n_layers` is read off the graph when it is not among them.
 
     Raises ContractError if a pass breaks the contract, ExpectationError (after that pass was dumped) if the number of
     sites is not as expected.
@@ -116,7 +118,7 @@ def _check_expectation(report: PassReport, entry: PassConfig, names: Mapping[str
     near += f"\n    and {rest} more" if rest > 0 else ""
     raise ExpectationError(
         f"pass {report.name} rewrote {report.matched} of {report.candidates} sites, and the pipeline expects "
-        f"'{entry.expect}'{f' ({values})' if values else ''}; misses:\n{near or '    none: no candidate site was found'}",
+        f"'{entry.expect}'{f' ({values})' if values else ''}; misses:\n{near or NO_SITE}",
         place=entry.place or None,
         remedy="look at the reasons (k3rewrite explain RUN), or change the expectation",
     )

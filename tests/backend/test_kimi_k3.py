@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from k3rewrite.backend import Backend
 from k3rewrite.capture import run_captured
 from k3rewrite.models.kimi_k3 import KimiK3Config, build_kimi_k3
 
+CONFIG = KimiK3Config.minimal().with_layers(6)
+"""KDA with a dense MLP, KDA and MLA with experts, blocks written at layers 0 and 4"""
+NAMES = {"n_layers": 6, "n_kda_layers": 5, "n_moe_layers": 5}
 FP32_TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 
 def _options(phase: str, finalise: str, target: str = "mi355x") -> dict[str, Any]:
-    return {"pipeline": f"kimi-k3-{phase}", "finalise": finalise, "target": target}
+    return {"pipeline": f"kimi-k3-{phase}", "finalise": finalise, "target": target, "names": NAMES}
 
 
 def _assert_states_equal(a: Any, b: Any) -> None:
@@ -26,7 +30,7 @@ def _assert_states_equal(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=pytest.mark.slow), "eager"])
 def test_decode_steps_with_shuffled_slots_and_padding(finalise: str) -> None:
-    config = KimiK3Config.minimal()
+    config = CONFIG
     model, (inputs, state), _ = build_kimi_k3(config, batch=4, context=6, dtype=torch.float32, seed=1, padding_rows=1)
     twin = state.clone()
     backend = Backend(_options("decode", finalise))
@@ -50,7 +54,7 @@ def test_decode_steps_with_shuffled_slots_and_padding(finalise: str) -> None:
 
 @pytest.mark.parametrize("phase", ["verify", "prefill"])
 def test_other_phases_equal_eager(phase: str) -> None:
-    config = KimiK3Config.minimal()
+    config = CONFIG
     tokens = {"verify": 3, "prefill": 20}[phase]
     model, (inputs, state), _ = build_kimi_k3(config, phase=phase, batch=3, tokens=tokens, dtype=torch.float32, seed=2)
     twin = state.clone()
@@ -64,7 +68,7 @@ def test_other_phases_equal_eager(phase: str) -> None:
 @pytest.mark.parametrize("phase", ["decode", pytest.param("verify", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=pytest.mark.slow), "eager"])
 def test_bf16_is_as_near_to_fp64_as_eager(phase: str, finalise: str) -> None:
-    model, args, kwargs = build_kimi_k3(KimiK3Config.minimal(), phase=phase, batch=3, dtype=torch.bfloat16, seed=0)
+    model, args, kwargs = build_kimi_k3(CONFIG, phase=phase, batch=3, dtype=torch.bfloat16, seed=0)
     backend = Backend({**_options(phase, finalise), "verify": "all"})
     run_captured(model, backend, args, kwargs)
     result = backend.reports[0].end_to_end
@@ -74,7 +78,7 @@ def test_bf16_is_as_near_to_fp64_as_eager(phase: str, finalise: str) -> None:
 
 @pytest.mark.parametrize("storage", ["list", "bank"])
 def test_blocks_in_a_list_and_in_a_bank(storage: str) -> None:
-    config = KimiK3Config.minimal(attn_res_storage=storage)
+    config = replace(CONFIG, attn_res_storage=storage)
     model, (inputs, state), _ = build_kimi_k3(config, batch=2, dtype=torch.float32, seed=4)
     twin = state.clone()
     backend = Backend(_options("decode", "eager"))
@@ -89,7 +93,7 @@ def test_blocks_in_a_list_and_in_a_bank(storage: str) -> None:
 
 def test_roundings_of_the_model_are_exact() -> None:
     """roundings: model reproduces the unfused chain bit for bit where eager runs the same ops."""
-    model, (inputs, state), _ = build_kimi_k3(KimiK3Config.minimal(), batch=3, dtype=torch.bfloat16, seed=5)
+    model, (inputs, state), _ = build_kimi_k3(CONFIG, batch=3, dtype=torch.bfloat16, seed=5)
     pipeline = {
         "version": 1,
         "extends": "kimi-k3-decode",
@@ -97,7 +101,7 @@ def test_roundings_of_the_model_are_exact() -> None:
         "dump": {"formats": []},
     }
     twin = state.clone()
-    backend = Backend({"pipeline": pipeline, "target": "cpu", "finalise": "eager", "names": {"n_layers": 9}})
+    backend = Backend({"pipeline": pipeline, "target": "cpu", "finalise": "eager", "names": NAMES})
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with torch.no_grad():
         got, want = compiled(inputs, twin), model(inputs, state)

@@ -1,6 +1,6 @@
 """Faults of compilers on the same road, each with the right answer from both finalisers.
 
-Where stock Inductor 2.13 gives another answer, a strict xfail says so: when torch is repaired, the test says that too.
+Where stock Inductor gives another answer (seen on 2.11, 2.13 and 2.14), a strict xfail says so for 2.13.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_the_answer_is_eagers(function: Callable[..., Any], inputs: Callable[[],
 
 
 @pytest.mark.xfail(strict=True, reason="torch 2.13: pytorch issues 198131, 198101, 191449")
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the faults are known of 2.13")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="pinned for 2.13 only")
 @pytest.mark.parametrize("function", WRONG_IN_STOCK_INDUCTOR)
 def test_stock_inductor_gives_another(function: Callable[..., Any]) -> None:
     inputs = dict(CASES)[function]

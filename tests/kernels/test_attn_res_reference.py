@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from attn_res_cases import EPS, FEWEST, IN_FP64, Case, make_case, relative_error, row_by_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +20,9 @@ from k3rewrite.kernels.attn_res_norm.op import (
     WRITE_ATTN_RES_NORM,
     add_attn_res_norm,
     attn_res_norm,
+    bank_reads,
     write_attn_res_norm,
 )
-
-from attn_res_cases import EPS, FEWEST, IN_FP64, Case, make_case, relative_error, row_by_row
 
 BF16 = FEWEST | {"out_dtype": torch.bfloat16}
 EXACT = BF16 | {"mix_dtype": torch.bfloat16, "scale_dtype": torch.bfloat16}
@@ -38,9 +39,7 @@ def exact(case: Case, prefix: torch.Tensor, *, norm: bool = True) -> torch.Tenso
 @settings(max_examples=40, deadline=None)
 def test_fp64_references_agree_with_row_by_row(shape: tuple[int, int, int], seed: int) -> None:
     case = make_case(*shape, torch.float64, seed=seed)
-    mixed = attn_res(
-        [case.chunk, case.prefix], *case.weights[:3], compute_dtype=torch.float64, out_dtype=torch.float64
-    )
+    mixed = attn_res([case.chunk, case.prefix], *case.weights[:3], compute_dtype=torch.float64, out_dtype=torch.float64)
     assert relative_error(mixed, exact(case, case.prefix, norm=False)) < 1e-12
     normed = attn_res_norm(case.prefix, [case.chunk], *case.weights, **IN_FP64)
     assert relative_error(normed, exact(case, case.prefix)) < 1e-12
@@ -55,7 +54,7 @@ def test_chunks_and_single_sources_are_the_same(shape: tuple[int, int, int], cut
     rows, count, columns = shape
     case = make_case((rows, 2), count, columns, seed=seed)
     ends = sorted({0, count, *(cut for cut in cuts if cut < count)})
-    pieces = [case.bank[..., a:b, :] for a, b in zip(ends, ends[1:], strict=False)]
+    pieces = [case.bank[..., a:b, :] for a, b in itertools.pairwise(ends)]
     mixtures = [list(case.chunk.unbind(-2)), [case.chunk], pieces, [*pieces, case.bank[..., :0, :]]]
     results = [attn_res_norm(case.prefix, blocks, *case.weights, **BF16) for blocks in mixtures]
     assert all(torch.equal(result, results[0]) for result in results[1:])
@@ -124,9 +123,7 @@ def test_results_never_share_memory_with_inputs() -> None:
         *add_attn_res_norm(
             case.prefix, torch.zeros_like(case.delta), [], *case.weights, **FEWEST, out_dtype=torch.float32
         ),
-        *write_attn_res_norm(
-            case.prefix, None, [], case.bank, 0, *case.weights, **FEWEST, out_dtype=torch.float32
-        ),
+        *write_attn_res_norm(case.prefix, None, [], case.bank, 0, *case.weights, **FEWEST, out_dtype=torch.float32),
     ]
     inputs = {t.untyped_storage().data_ptr() for t in (case.prefix, case.delta, case.bank)}
     assert not inputs & {result.untyped_storage().data_ptr() for result in results}
@@ -148,13 +145,20 @@ def _calls(case: Case) -> dict[str, tuple[tuple, dict]]:
 
 
 @pytest.mark.parametrize("name", ["attn_res", "attn_res_norm", "add_attn_res_norm", "write_attn_res_norm"])
-@pytest.mark.parametrize(("rows", "count"), [(3, 2), (0, 1), ((2, 3), 0)])
+@pytest.mark.parametrize(("rows", "count"), [(3, 2), (1, 8), ((2, 3), 0)])
 def test_registered_ops_pass_opcheck(name: str, rows: int | tuple[int, ...], count: int) -> None:
     """Schema against behaviour (no alias, no write) and fake against real: shape, dtype, stride, dynamic sizes."""
     arguments, options = _calls(make_case(rows, count, 16, pad=8))[name]
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     with torch.no_grad():
         torch.library.opcheck(OPS[name].overload, arguments, options, test_utils=tests)
+
+
+def test_an_empty_batch_gives_empty_results() -> None:
+    for name, (arguments, options) in _calls(make_case(0, 2, 16)).items():
+        results = OPS[name].overload(*arguments, **options)
+        for result in results if isinstance(results, tuple) else (results,):
+            assert result.numel() == 0 and result.shape[-1] == 16
 
 
 def test_fake_adds_no_guard_for_a_symbolic_batch() -> None:
@@ -171,9 +175,7 @@ def test_fake_adds_no_guard_for_a_symbolic_batch() -> None:
         prefix, bank = fake(case.prefix, batch=True), fake(case.bank, batch=True)
         weights = [fake(w, batch=False) if isinstance(w, torch.Tensor) else w for w in case.weights]
         before = len(environment.guards)
-        bank_out, normed = OPS["write_attn_res_norm"].overload(
-            prefix, None, [bank[:, :2]], bank, 2, *weights, **BF16
-        )
+        bank_out, normed = OPS["write_attn_res_norm"].overload(prefix, None, [bank[:, :2]], bank, 2, *weights, **BF16)
         assert normed.dtype == torch.bfloat16 and normed.dim() == 2
         assert str(normed.shape[0]) == str(prefix.shape[0]) and bank_out.stride() == bank.stride()
         assert len(environment.guards) == before
@@ -208,3 +210,18 @@ def test_bad_sources_and_slots_are_refused_by_reference_and_fake() -> None:
         ):
             with pytest.raises(UnsupportedError, match=message):
                 function(case.prefix, None, [], bank, slot, *case.weights, **BF16)
+
+
+def test_writing_in_place_asks_what_is_read_of_the_bank() -> None:
+    """Slots 0 to 2 may be read while slot 3 is written; a source that covers slot 3, or half slots, may not be."""
+    case = make_case(4, 3, 16)
+    bank, other = case.bank, make_case(4, 3, 16)
+    arguments = {"prefix": case.prefix, "delta": None, "blocks": [bank[:, :3]], "bank": bank, "slot": 3}
+    for blocks in ([bank[:, :3]], [bank[:, 0], bank[:, 1:3], bank[:, 4]], [other.chunk], [bank[:, 3:3]], []):
+        assert bank_reads(arguments | {"blocks": blocks}) is None
+    assert bank_reads(arguments | {"prefix": bank[:, 2]}) is None
+    for source, place in ((bank[:, :4], "blocks[0]"), (bank[:, 3], "blocks[0]"), (bank, "blocks[0]")):
+        assert bank_reads(arguments | {"blocks": [source]}) == f"slot 3 is read as {place} and written"
+    assert bank_reads(arguments | {"prefix": bank[:, 3]}) == "slot 3 is read as prefix and written"
+    for source in (bank[:, ::2], bank[..., 8:], bank.as_strided((4, 16), (80, 1), 8), bank[::2, 0]):
+        assert bank_reads(arguments | {"blocks": [source]}) == "blocks[0] is a view of the bank, but not of whole slots"

@@ -80,7 +80,9 @@ def _functional(x: Tensor, w: Tensor) -> Tensor:
     return F.rms_norm(x, (64,), w, 1e-6)
 
 
-def _inputs(dtype: torch.dtype = BF16, weight: torch.dtype = BF16, shape: tuple[int, ...] = (5, 64)) -> tuple[Tensor, ...]:
+def _inputs(
+    dtype: torch.dtype = BF16, weight: torch.dtype = BF16, shape: tuple[int, ...] = (5, 64)
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(shape, generator=generator).to(dtype), torch.randn(64, generator=generator).to(weight)
 
@@ -104,7 +106,9 @@ SPELLINGS: list[tuple[int, Callable[..., Any], tuple[Tensor, ...], bool, str, tu
 ]
 
 
-@pytest.mark.parametrize(("number", "function", "inputs", "dynamic", "op", "carried"), SPELLINGS, ids=lambda v: str(v)[:24])
+@pytest.mark.parametrize(
+    ("number", "function", "inputs", "dynamic", "op", "carried"), SPELLINGS, ids=[str(s[0]) for s in SPELLINGS]
+)
 def test_spelling_matches(
     number: int, function: Callable[..., Any], inputs: tuple[Tensor, ...], dynamic: bool, op: str,
     carried: tuple[Any, ...],

@@ -206,6 +206,7 @@ ATTN_RES_CLUSTER attn_res_norm(
         if constexpr (ATTN_RES_DELTA) added[v] = here ? load16(delta + row * delta_stride + column) : zero;
         norm_vector[v] = here ? load16(score_norm + column) : zero;
         proj_vector[v] = here ? load16(score_proj + column) : zero;
+        if constexpr (ATTN_RES_NORM) out_weight[v] = here ? load16(norm_weight + column) : zero;
     }
 
     float partial[2 * half];
@@ -265,8 +266,6 @@ ATTN_RES_CLUSTER attn_res_norm(
     float mix[per_thread][8];
 #pragma unroll
     for (i32 v = 0; v < per_thread; ++v) {
-        const i32 vector = thread_x() + v * threads;
-        if constexpr (ATTN_RES_NORM) out_weight[v] = inside(vector) ? load16(norm_weight + first_column + vector * 8) : zero;
 #pragma unroll
         for (i32 k = 0; k < 8; ++k) mix[v][k] = 0.0f;
     }

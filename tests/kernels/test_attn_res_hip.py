@@ -1,0 +1,66 @@
+"""The HIP C++ kernel without a GPU: compiled for every target, within its budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_attn_res_triton import BY_NAME, call, emitted
+
+from k3rewrite.kernels.attn_res_norm.hip_kernel import Layout, layout_for, unit
+from k3rewrite.targets import load_target
+
+pytest.importorskip("ziglang")
+
+
+@pytest.mark.parametrize("target", ["mi355x", "mi325x"])
+@pytest.mark.parametrize("blocks", [0, 3, 8])
+def test_compiles_for_amd_without_spills(target: str, blocks: int, tmp_path: Path) -> None:
+    """26 loads of 16 bytes at 9 sources (2 vectors of each source, delta and 3 weights), lanes read by DPP moves."""
+    (kernel,) = emitted("add_attn_res_norm.hip", call(4, blocks), target, tmp_path)
+    resources = kernel.resources
+    assert (resources.spills, resources.scratch_bytes, resources.threads) == (0, 0, 448)
+    assert resources.lds_bytes < 2048 and resources.registers <= 256
+    text = kernel.assembly.read_text()
+    assert text.count("global_load_dwordx4") == 2 * (blocks + 1 + 1 + 3)
+    assert text.count("global_store_dwordx4") == 4
+    assert "_dpp" in text and text.count("s_barrier") == 2
+
+
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_compiles_for_nvidia_as_a_cluster(target: str, tmp_path: Path) -> None:
+    (kernel,) = emitted("add_attn_res_norm.hip", call(4, 8), target, tmp_path)
+    if kernel.skipped:
+        pytest.skip(kernel.skipped)
+    text = kernel.assembly.read_text()
+    assert kernel.resources.spills == 0 and kernel.resources.threads in (0, 128)
+    assert "barrier.cluster.arrive" in text and "griddepcontrol.wait" in text and "st.shared::cluster" in text
+
+
+@pytest.mark.parametrize(
+    "options", [{"delta": False}, {"norm": False}, {"mix": torch.bfloat16, "scale": torch.bfloat16}]
+)
+def test_optional_parts_compile(options: dict, tmp_path: Path) -> None:
+    from k3rewrite.emit import Provenance, emit_unit
+
+    values = {"delta": True, "store": True, "norm": True, "mix": torch.float32, "scale": torch.float32} | options
+    wanted = unit(Layout(1, 64), 512, 2, **values)
+    kernel = emit_unit(wanted, load_target("mi355x"), tmp_path, "attn_res_norm", Provenance("attn_res_norm", "hip"))
+    assert kernel.resources is not None and kernel.resources.spills == 0
+
+
+def test_layouts() -> None:
+    assert layout_for(7168, "sm_90") == Layout(7, 128, dependent=True)
+    assert layout_for(7168, "gfx950") == Layout(1, 448)
+    assert layout_for(4096, "sm_90") == Layout(8, 64, dependent=True)
+    assert layout_for(64, "sm_90") is None
+    assert layout_for(64, "gfx942") == Layout(1, 64)
+    for columns in (8, 64, 200, 2048, 7168, 16384):
+        layout = layout_for(columns, "gfx950")
+        assert layout is not None and layout.threads % 64 == 0 and layout.threads <= 1024
+
+
+def test_source_hash_covers_the_portability_header() -> None:
+    paths = {path.name for path in BY_NAME["add_attn_res_norm.hip"].sources}
+    assert {"attn_res_norm.hip", "portability.h"} <= paths
