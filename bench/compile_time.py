@@ -2,10 +2,10 @@
 
     python bench/compile_time.py --layers 12 24 48 93 --inductor 12 24
 
-For each depth, in a fresh process: seconds of tracing (Dynamo and AOTAutograd), of the passes, of emission; peak memory;
-nodes before and after; sites. With --inductor also the seconds that Inductor itself takes on the captured graph and on the
-rewritten one (code generation and the C++ compiler; nothing is run). Writes bench/results/compile_time-<machine>.json and
-says how far growth is from linear.
+For each depth, in a fresh process: seconds of tracing (Dynamo and AOTAutograd), of the passes, of emission; peak
+memory; nodes before and after; sites. With --inductor also the seconds that Inductor itself takes on the captured graph
+and on the rewritten one (code generation and the C++ compiler; nothing is run). Writes
+bench/results/compile_time-<machine>.json and says how far growth is from linear.
 """
 
 from __future__ import annotations

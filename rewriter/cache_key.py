@@ -3,8 +3,8 @@
     compilation_key(pipeline, target, rank=0, world=8)  ->  "3f0c..."
 
 Two compilations of one graph with one key are interchangeable. The key changes with the pipeline's settings, the
-target's figures, the rank and the number of ranks (constants of a shard depend on them), the text of every op and kernel of the
-vocabulary, and the versions of Python, torch, triton and this package.
+target's figures, the rank and the number of ranks (constants of a shard depend on them), the text of every op and
+kernel of the vocabulary, and the versions of Python, torch, triton and this package.
 """
 
 from __future__ import annotations

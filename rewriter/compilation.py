@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from k3rewrite.checks.end_to_end import EndToEndCheck
 from k3rewrite.checks.regions import region_check
 from k3rewrite.emission import emit_kernels
 from k3rewrite.errors import K3RewriteError
-from k3rewrite.finalise import finalise_eager, finalise_inductor
+from k3rewrite.finalise import finalise
 from k3rewrite.kernels import KERNELS, OPS
 from k3rewrite.passes import PASSES
 from k3rewrite.pipeline.config import PipelineConfig
@@ -36,7 +35,6 @@ from k3rewrite.report.schema import EndToEnd, RunReport
 from k3rewrite.targets import Target
 
 Progress = Callable[[str], None]
-FINALISERS = MappingProxyType({"inductor": finalise_inductor, "eager": finalise_eager})
 
 
 class Rewritten(K3RewriteError):
@@ -123,11 +121,14 @@ class Compilation:
         self.progress(f"finalise ({self.pipeline.finalise})")
         if end_to_end is not None:
             end_to_end.expose_choices(module)
-        finalise = FINALISERS[self.pipeline.finalise]
-        compiled = finalise(
-            module, captured.inputs, captured.static_inputs, ops={op.overload: op for op in OPS.values()}
+        compiled, decomposed = finalise(
+            module,
+            captured.inputs,
+            ops={op.overload: op for op in OPS.values()},
+            how=self.pipeline.finalise,
+            static_inputs=captured.static_inputs,
         )
-        self.report.decomposed += compiled.expanded
+        self.report.decomposed += decomposed
         timings.finalise_s = time.perf_counter() - started
         return end_to_end.wrap(compiled) if end_to_end is not None else compiled
 

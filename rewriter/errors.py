@@ -12,7 +12,7 @@ from typing import Any
 
 
 class K3RewriteError(Exception):
-    """Base of all errors raised on purpose. `place` says where ("file.yaml:12", "option dtype"), `remedy` what to do."""
+    """Base of all errors raised on purpose. `place` says where ("file.yaml:12"), `remedy` what to do."""
 
     exit_code = 2
     report: Any = None

@@ -82,8 +82,9 @@ class Op:
 
     @property
     def source_hash(self) -> str:
-        """Content hash of schema and of the files that hold meaning and shape function: part of every cache key."""
-        files = sorted({inspect.getsourcefile(f) or "" for f in (self.reference, self.fake)})
+        """Content hash of schema and of the files that hold meaning and shape function, with the functions of other ops
+        that these files import: part of every cache key."""
+        files = sorted(_source_files(self.reference) | _source_files(self.fake))
         digest = hashlib.sha256(f"{self.name}{self.schema}".encode())
         for file in files:
             digest.update(Path(file).read_bytes())
@@ -98,6 +99,15 @@ class Op:
             library.impl(self.name, implementation, key)
         torch.library.register_fake(self.qualified_name, self.fake, lib=library)
         return self
+
+
+def _source_files(function: Callable[..., Any]) -> set[str]:
+    """The file of a function, and those of the `op.py` functions in its globals."""
+    found = {inspect.getsourcefile(function) or ""}
+    for value in inspect.unwrap(function).__globals__.values():
+        if inspect.isfunction(value) and value.__module__.startswith("k3rewrite.kernels"):
+            found.add(inspect.getsourcefile(value) or "")
+    return found - {""}
 
 
 def tensor_bytes(*tensors: Any) -> int:

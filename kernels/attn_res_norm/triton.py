@@ -12,8 +12,9 @@ Optional parts are chosen at compile time: DELTA (prefix + delta, rounded to the
 prefix is written), NORM (the output norm; MIX and SCALE name the dtypes of its two roundings, "fp32" rounds nothing).
 """
 
-# ruff: noqa: RUF005  (Triton does not unpack tuples inside a tuple)
-# mypy: ignore-errors  (Triton functions are compiled from their text; their values have no Python types)
+# Triton does not unpack tuples inside a tuple, and compiles functions from their text, without Python types.
+# ruff: noqa: RUF005
+# mypy: ignore-errors
 
 from __future__ import annotations
 

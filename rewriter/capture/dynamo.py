@@ -33,10 +33,12 @@ def capture_error(error: Exception) -> CaptureError:
     head, _, trace = text.partition("from user code:")
     lines = [line.strip() for line in head.strip().splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
-    explanation = next((line for line in lines if line.startswith("Explanation:")), "")
+    # an exception of the user's own is named only here: "raised exception ValueError(...)"
+    label = "Developer debug context:" if reason == "Observed exception" else "Explanation:"
+    explanation = next((line.removeprefix(label).strip() for line in lines if line.startswith(label)), "")
     place = trace_source_line(trace) if trace else UNKNOWN_SOURCE
     return CaptureError(
-        f"the model cannot be captured as one graph: {reason}. {explanation.removeprefix('Explanation:').strip()}",
+        f"the model cannot be captured as one graph: {reason}. {explanation}",
         place=None if place == UNKNOWN_SOURCE else place,
         remedy="rewrite that line without the construct, or compile the part of the model around it",
     )

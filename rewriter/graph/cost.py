@@ -1,8 +1,8 @@
 """Launches and bytes of a node, counted as an eager executor would spend them.
 
-A view costs nothing; a gather reads what it returns, a write to a part moves that part; any other ATen op is one launch
-that reads its tensors and writes its results; a `k3::` op asks its own cost function. The figures compare a graph before
-and after a pass; they are arithmetic, not measurements.
+A view costs nothing; a gather reads what it returns, a write to a part moves that part; any other ATen op is one
+launch that reads its tensors and writes its results; a `k3::` op asks its own cost function. The figures compare a
+graph before and after a pass; they are arithmetic, not measurements.
 """
 
 from __future__ import annotations

@@ -13,12 +13,14 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 from torch.fx import Node
 
 UNKNOWN_SOURCE = "<unknown>"
 ORIGIN_KEY = "k3_origin"
 """node.meta key: tuple of 'node name @ source line' of the nodes that this one stands for"""
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
@@ -35,7 +37,7 @@ def trace_source_line(trace: str) -> str:
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return UNKNOWN_SOURCE
-    user = [f for f in frames if f"{os.sep}torch{os.sep}" not in f["file"]]
+    user = [f for f in frames if not f["file"].startswith(_TORCH)]
     frame = (user or frames)[-1]
     return f"{_short_path(frame['file'])}:{frame['line']} in {frame['function']}"
 

@@ -65,6 +65,12 @@ class Attempt:
             self.expected, self.found = expected, found
             self.reason = reason or f"expected {expected}, found {found}"
 
+    def absorb(self, other: Attempt) -> None:
+        """Keep what the other has seen if it is deeper."""
+        if other.rank > self.rank:
+            self.rank, self.node, self.reason = other.rank, other.node, other.reason
+            self.expected, self.found = other.expected, other.found
+
 
 @dataclass(frozen=True)
 class Match:

@@ -77,12 +77,17 @@ def _in_turn(found: list[tuple[Match, Iterator[Match]]]) -> Iterator[Match]:
 def _readings(pattern: Pattern, root: Node, anchor: Node, attempt: Attempt) -> Iterator[Match]:
     """The different ways in which `root` is an instance of the pattern with `anchor` in its place."""
     seen: list[Bindings] = []
-    for env in _match(pattern, root, Bindings(), attempt):
+    here, elsewhere = Attempt(anchor), False
+    for env in _match(pattern, root, Bindings(), here):
         if env.values.get("anchor") is not anchor:
-            attempt.fail(Bindings(), root, "this site in the pattern", "a match around another site")
+            elsewhere = True
         elif not any(set(env.nodes) == set(e.nodes) and _same_values(env, e) for e in seen):
             seen.append(env)
             yield Match(root, env.values, frozenset(env.nodes))
+    if not elsewhere:
+        attempt.absorb(here)
+    elif not seen:  # what failed on the way to a match of a neighbour is no reason for this site
+        attempt.fail(Bindings(), root, "this site in the pattern", "a match around another site")
 
 
 def _same_values(a: Bindings, b: Bindings) -> bool:

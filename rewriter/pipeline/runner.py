@@ -25,7 +25,6 @@ from k3rewrite.pipeline.settings import PassConfig, PipelineConfig
 from k3rewrite.report.schema import PassReport
 from k3rewrite.vocabulary import Cost, Op
 
-NO_SITE = "    none: no candidate site was found"
 NEAR_MISSES = 5
 """how many misses an expectation error shows"""
 
@@ -88,7 +87,8 @@ def run_pipeline(
             report.skipped = f"when: {entry.when}"
             continue
         progress(made.name)
-        report.nodes_before, before = costs.of(module.graph)
+        before = costs.of(module.graph)
+        _note_costs(report, before, before)
         started = time.perf_counter()
         made.run(module, replace(context, on_miss=entry.on_miss), report)
         eliminate_dead_code(module.graph)
@@ -96,12 +96,16 @@ def run_pipeline(
         if contract is not None:
             contract.check(module, made.name, frozenset(announced))
         report.seconds = time.perf_counter() - started
-        report.nodes_after, after = costs.of(module.graph)
-        report.launches_before, report.launches_after = before.launches, after.launches
-        report.bytes_before, report.bytes_after = before.bytes, after.bytes
+        _note_costs(report, before, costs.of(module.graph))
         if after_pass is not None:
             after_pass(index, module, report)
         _check_expectation(report, entry, names)
+
+
+def _note_costs(report: PassReport, before: tuple[int, Cost], after: tuple[int, Cost]) -> None:
+    report.nodes_before, report.nodes_after = before[0], after[0]
+    report.launches_before, report.launches_after = before[1].launches, after[1].launches
+    report.bytes_before, report.bytes_after = before[1].bytes, after[1].bytes
 
 
 def _check_expectation(report: PassReport, entry: PassConfig, names: Mapping[str, Value]) -> None:
@@ -116,9 +120,10 @@ def _check_expectation(report: PassReport, entry: PassConfig, names: Mapping[str
     near = "\n".join(f"    {m.site} ({m.source}): {m.reason}" for m in [*report.missed, *report.refused][:NEAR_MISSES])
     rest = len(report.missed) + len(report.refused) - NEAR_MISSES
     near += f"\n    and {rest} more" if rest > 0 else ""
+    none = "every candidate was rewritten" if report.candidates else "no candidate site was found"
     raise ExpectationError(
         f"pass {report.name} rewrote {report.matched} of {report.candidates} sites, and the pipeline expects "
-        f"'{entry.expect}'{f' ({values})' if values else ''}; misses:\n{near or NO_SITE}",
+        f"'{entry.expect}'{f' ({values})' if values else ''}; misses:\n{near or f'    none: {none}'}",
         place=entry.place or None,
         remedy="look at the reasons (k3rewrite explain RUN), or change the expectation",
     )

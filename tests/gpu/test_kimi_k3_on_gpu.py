@@ -60,7 +60,7 @@ def test_compiled_model_runs_its_kernels(phase: str, finalise: str) -> None:
 
 
 def test_prefill_runs_its_kernels() -> None:
-    config = KimiK3Config.tiny()
+    config = CONFIG
     model, args, kwargs = build_kimi_k3(
         config, phase="prefill", batch=2, tokens=70, dtype=torch.bfloat16, device="cuda"
     )
@@ -77,10 +77,10 @@ def test_several_steps_equal_eager() -> None:
     compiled = torch.compile(model, backend="k3rewrite", options=OPTIONS, fullgraph=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for step in range(4):
+        for _ in range(4):
             order = torch.randperm(4, generator=generator).cuda()
             tokens = torch.randint(0, config.vocab_size, (4,), generator=generator).cuda()
-            now = type(inputs)(tokens, inputs.slots[order], inputs.positions[order] + step)
+            now = type(inputs)(tokens, inputs.slots[order], inputs.positions[order])
             torch.testing.assert_close(compiled(now, twin), model(now, state), rtol=2e-3, atol=2e-3)
     for a, b in zip(torch.utils._pytree.tree_leaves(twin), torch.utils._pytree.tree_leaves(state), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)

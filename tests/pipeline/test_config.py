@@ -70,7 +70,12 @@ def load(source: object) -> PipelineConfig:
 
 
 def test_the_shipped_pipelines() -> None:
-    assert set(shipped_pipelines()) == {"base", "kimi-k3", "default", "kimi-k3-decode", "kimi-k3-verify", "kimi-k3-prefill"}
+    assert set(shipped_pipelines()) == {
+        "base",
+        "default",
+        "kimi-k3",
+        *(f"kimi-k3-{p}" for p in ("decode", "verify", "prefill")),
+    }
     assert load("default").target == "auto" and load("default").extends == ("pass_configs/base.yaml",)
 
 
