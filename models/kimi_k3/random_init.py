@@ -17,8 +17,8 @@ import zlib
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from k3rewrite._torch_private import FakeTensor
 from k3rewrite.models.kimi_k3.config import KimiK3Config
 from k3rewrite.models.kimi_k3.model import KimiK3
 from k3rewrite.models.kimi_k3.parallel import split_dimension
