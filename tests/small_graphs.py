@@ -124,4 +124,5 @@ def reasons(report: PassReport) -> list[str]:
 
 def targets(module: GraphModule) -> list[str]:
     """Names of the ops in a graph, in order."""
-    return [getattr(n.target, "_opname", str(n.target)) for n in module.graph.nodes if n.op == "call_function"]
+    calls = [n.target for n in module.graph.nodes if n.op == "call_function"]
+    return [getattr(target, "_opname", None) or target.__name__ for target in calls]

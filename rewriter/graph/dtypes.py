@@ -36,6 +36,6 @@ def _range(dtype: torch.dtype) -> tuple[float, float] | None:
         return 0, 1
     try:
         info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        return info.min, info.max
     except (TypeError, NotImplementedError):
         return None
-    return info.min, info.max
