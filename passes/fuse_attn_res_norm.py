@@ -150,7 +150,7 @@ def _which_is_prefix(first: Node, second: Node) -> tuple[Node, Node]:
 
     def is_updated(node: Node) -> bool:
         source = node.args[0] if node.args else None
-        return isinstance(source, Node) and source.target is _K3.add_attn_res_norm.default and node.args[1] == 0
+        return isinstance(source, Node) and source.target is _K3.add_attn_res_norm.default and bool(node.args[1] == 0)
 
     return (second, first) if is_updated(second) and not is_updated(first) else (first, second)
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_sizes
-from k3rewrite.passes.norm_patterns import ROOTS, inverse_root, is_root, over_last, root, squares
+from k3rewrite.passes.norm_patterns import ROOTS, at_least, inverse_root, is_root, over_last, root, squares
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -44,11 +44,7 @@ _X = Cast(Var("x"), "compute")
 _X_USED = Cast(Var("x"), "used")
 _SUM = Views(over_last("sum", squares(_X)))
 _STATISTIC = Views(call("add", _SUM, Number("eps")))
-_LENGTH = call(
-    "clamp_min",
-    Views(call("vector_norm", _X, Anything("ord"), LAST_DIM, keepdim=Anything(), name="anchor")),
-    Number("eps"),
-)
+_LENGTH = at_least(Views(call("vector_norm", _X, Anything("ord"), LAST_DIM, keepdim=Anything(), name="anchor")))
 
 
 class LiftL2Norm(Rule):

@@ -58,7 +58,11 @@ _NORMED = call("mul", _X_USED, _RSTD, name="normed") | call(
 _SCALED = Cast(_NORMED, "scale")
 _WEIGHT = Named(Cast(Var("weight"), "weight_dtype"), "weight_used")
 _WEIGHTED = call("mul", _SCALED, _WEIGHT, name="weighted")
-_WEIGHT_INSIDE = Named(Product((_X_USED, _RSTD, _WEIGHT), "factor"), "weighted")
+_WEIGHTED_X = Named(Product((_X_USED, _WEIGHT), "factor"), "weighted_x")
+_WEIGHT_INSIDE = Named(
+    Product((_X_USED, _RSTD, _WEIGHT), "factor") | call("div", _WEIGHTED_X, Views(root(_STATISTIC), "laid_out")),
+    "weighted",
+)
 
 
 class LiftRmsNorm(Rule):
@@ -81,9 +85,9 @@ class LiftRmsNorm(Rule):
             return Refusal(f"x is narrowed from {x.dtype} to {match['used']}, {compute} in the statistic", match["x"])
         if not same_sizes(match.value("laid_out").shape, (*x.shape[:-1], 1)):
             return Refusal("the root is not laid along the vectors that it is the root of", match["laid_out"])
-        product = match.get("weighted" if "factor" in match.bindings else "normed").meta["val"].dtype
-        if product != compute:
-            return Refusal(f"x times the root is {product}, and the statistic {compute}", match.root)
+        for name in ("weighted_x", "weighted") if "factor" in match.bindings else ("normed",):
+            if name in match.bindings and (product := match.value(name).dtype) != compute:
+                return Refusal(f"the statistic is {compute}, and x is scaled in {product}", match[name])
         if not widens(scale, compute) or not widens(match["out"], self._product(match).dtype):
             return Refusal(f"a cast to {match['out']} after the norm widens a rounded value", match.root)
         if "count" in match.bindings and not same_size(size, match["count"]):
@@ -102,7 +106,8 @@ class LiftRmsNorm(Rule):
         weight, x = match.value("weight_used"), match.value("x")
         if not weight.dim() or not same_size(weight.shape[-1], x.shape[-1]):
             return Refusal("the factor after the norm does not have the width of x", match["weight"])
-        if weight.dim() >= x.dim() and any(not same_size(s, 1) for s in weight.shape[:-1]):
+        one_row = all(same_size(s, 1) for s in weight.shape[:-1])
+        if weight.dim() >= x.dim() > 1 and (not one_row or same_sizes(weight.shape, x.shape)):
             return Refusal("the factor after the norm has the shape of x: it is no weight", match["weight"])
         return None
 

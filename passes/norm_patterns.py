@@ -3,6 +3,7 @@
 squares(v)        pow(v, 2) | square(v) | v * v
 inverse_root(s)   rsqrt(s) | reciprocal(sqrt(s)) | 1 / sqrt(s) | pow(s, -0.5)      (its root op is the anchor)
 root(s)           sqrt(s) | pow(s, 0.5), for spellings that divide by it           (the root op is the anchor)
+at_least(v)       clamp_min(v, eps) | clamp(v, min=eps)
 over_last(f, v)   f(v, -1, keepdim=True), or without keepdim (then some view behind it puts the dimension back)
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from k3rewrite.patterns import LAST_DIM, OPERATORS, Anything, Pattern, call
+from k3rewrite.patterns import LAST_DIM, OPERATORS, Anything, Number, Pattern, call
 
 ROOTS = OPERATORS["rsqrt"] | OPERATORS["sqrt"] | OPERATORS["pow"]
 
@@ -26,6 +27,10 @@ def squares(value: Pattern) -> Pattern:
 
 def over_last(reduction: str, value: Pattern, name: str | None = None) -> Pattern:
     return call(reduction, value, LAST_DIM, keepdim=Anything(), name=name)
+
+
+def at_least(value: Pattern) -> Pattern:
+    return call("clamp_min", value, Number("eps")) | call("clamp", value, Number("eps"))
 
 
 def root(statistic: Pattern) -> Pattern:

@@ -114,7 +114,7 @@ def _tensors(real: bool) -> Iterator[None]:
 def _kimi_config(request: CompileRequest) -> Any:
     from k3rewrite.models.kimi_k3 import KimiK3Config
 
-    makers = {"tiny": KimiK3Config.tiny, "tiny-tp8": KimiK3Config.tiny_tp8, "full": KimiK3Config}
+    makers: Mapping[str, Callable[[], Any]] = {"tiny": KimiK3Config.tiny, "tiny-tp8": KimiK3Config.tiny_tp8, "full": KimiK3Config}
     config = makers[request.config]() if request.config in makers else KimiK3Config.from_json(request.config)
     return config if request.layers is None else config.with_layers(request.layers)
 

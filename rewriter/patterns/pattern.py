@@ -39,6 +39,7 @@ OPERATORS: Mapping[str, frozenset[Any]] = {
     "sum": frozenset({aten.sum.dim_IntList}),
     "var": frozenset({aten.var.correction}),
     "vector_norm": frozenset({aten.linalg_vector_norm.default}),
+    "clamp": frozenset({aten.clamp.default}),
     "clamp_min": frozenset({aten.clamp_min.default}),
     "sigmoid": frozenset({aten.sigmoid.default}),
     "silu": frozenset({aten.silu.default}),

@@ -11,6 +11,7 @@ merged stands in `layers.py` and docs/pipelines.md.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def shipped_pipelines() -> dict[str, Path]:
 
 
 def load_pipeline(
-    source: str | Path | Mapping[str, Any],
+    source: str | os.PathLike[str] | Mapping[str, Any],
     *,
     known_passes: Mapping[str, type],
     known_targets: Iterable[str] | None = None,
@@ -71,7 +72,7 @@ def load_pipeline(
     if isinstance(source, Mapping):
         name, item, folder, path = "<mapping>", from_mapping(source, "pipeline"), Path.cwd(), None
     else:
-        path = _find(source, None, place="pipeline")
+        path = _find(source if isinstance(source, str) else Path(source), None, place="pipeline")
         name, item, folder = path.stem, read_yaml(path, _shown(path)), path.parent
     shown = name if path is None else _shown(path)
     layers: list[Layer] = []

@@ -250,7 +250,7 @@ NEAR_RMS: V = {
     "eps beside the root": lambda v, w: v / (torch.sqrt(v.pow(2).mean(-1, keepdim=True)) + 1e-6) * w,
     "eps as a tensor": lambda v, w: v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + w[:1] * 1e-6) * w,
     "eps subtracted": lambda v, w: v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) - 1e-6) * w,
-    "eps with a factor": lambda v, w: v * torch.rsqrt(torch.add(v.pow(2).mean(-1, keepdim=True), w[:1], alpha=1e-6)) * w,
+    "eps with a factor": lambda v, w: v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True).add(w[:1], alpha=1e-6)) * w,
     "no eps": lambda v, w: v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True)) * w,
     "eps as a bound": lambda v, w: v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True).clamp_min(1e-6)) * w,
     "a sum": lambda v, w: v * torch.rsqrt(v.pow(2).sum(-1, keepdim=True) + 1e-6) * w,
