@@ -87,6 +87,9 @@ class FuseAttnResNorm(Rule):
         weight = match.value("weight")
         if weight.dim() != 1:
             return Refusal("the norm's weight is not one vector", match["weight"])
+        for name in ("weight", "score_norm", "score_proj"):
+            if not widens(match.value(name).dtype, match["compute"]):
+                return Refusal(f"a weight is {match.value(name).dtype}, wider than {match['compute']}", match[name])
         return self._check_update(match) if "delta" in match.bindings else None
 
     @staticmethod
@@ -146,7 +149,10 @@ class FuseAttnResNorm(Rule):
 
 
 def _which_is_prefix(first: Node, second: Node) -> tuple[Node, Node]:
-    """Addition commutes; the prefix is the operand that an earlier update made, if only one is such."""
+    """Addition commutes; the prefix is the operand that an earlier update made, if only one is such (and it is known
+    that either may be, which the dtype decides)."""
+    if first.meta["val"].dtype != second.meta["val"].dtype:
+        return first, second
 
     def is_updated(node: Node) -> bool:
         source = node.args[0] if node.args else None

@@ -24,6 +24,7 @@ from torch.fx import Node
 import k3rewrite.kernels  # noqa: F401  registers the ops that the pattern names
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_size, same_sizes
+from k3rewrite.passes.norm_patterns import is_narrow
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -76,6 +77,9 @@ class LiftAttnRes(Rule):
     anchors = OPERATORS["softmax"]
     pattern = Cast(_MIX, "out")
     reach = 6
+
+    def policy_of(self, match: Match) -> Policy:
+        return Policy.CHANGES_ROUNDING if is_narrow(match["compute"]) else self.policy
 
     def check(self, match: Match) -> Refusal | None:
         values, compute = match.value("values"), match["compute"]
@@ -159,7 +163,13 @@ class LiftAttnRes(Rule):
 
 
 def sources(values: Node, builder: Builder) -> list[Node]:
-    """What was stacked: the operands of a stack or concatenation over the depth, else views of the stacked tensor."""
+    """What was stacked: the operands of a stack or concatenation over the depth, else views of the stacked tensor.
+
+    A cast that loses nothing is looked through: the op widens each source itself.
+    """
+    narrow = cast_source(values)
+    if narrow is not None and widens(narrow.meta["val"].dtype, values.meta["val"].dtype):
+        values = narrow
     rank = values.meta["val"].dim()
     if values.target in OPERATORS["stack"] and _dim(values) in (-2, rank - 2):
         return list(values.args[0])  # type: ignore[arg-type]
@@ -199,7 +209,7 @@ def _weights(match: Match) -> tuple[Node, Node] | None:
         assert isinstance(node, Node)
         source = cast_source(node)
         plain = source if source is not None and widens(source.meta["val"].dtype, node.meta["val"].dtype) else node
-        if not _is_row(plain.meta["val"], width):
+        if not _is_row(plain.meta["val"], width) or not widens(plain.meta["val"].dtype, match["compute"]):
             return None
         found.append(plain)
     return found[0], found[1]

@@ -20,7 +20,9 @@ from torch.fx import Node
 import k3rewrite.kernels  # noqa: F401  registers the ops that the pattern names
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_sizes
+from k3rewrite.passes.norm_patterns import is_narrow
 from k3rewrite.patterns import (
+    OPERATORS,
     Anything,
     Builder,
     Cast,
@@ -74,6 +76,12 @@ class LiftGatedRmsNorm(Rule):
         if not widens(match["out"], product):
             return Refusal(f"a cast to {match['out']} after the product widens a rounded value", match.root)
         return None
+
+    def policy_of(self, match: Match) -> Policy:
+        """SiLU spelled as a product is another function in the last place, and in a narrow dtype a rounding more."""
+        if match["activation"].target not in OPERATORS["mul"]:
+            return self.policy
+        return Policy.CHANGES_ROUNDING if is_narrow(match["gate_dtype"]) else Policy.REASSOCIATES
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         activation = "sigmoid" if match["activation"].target is torch.ops.aten.sigmoid.default else "silu"

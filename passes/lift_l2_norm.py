@@ -20,7 +20,17 @@ from torch.fx import Node
 
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_sizes
-from k3rewrite.passes.norm_patterns import ROOTS, at_least, inverse_root, is_root, over_last, root, squares
+from k3rewrite.passes.norm_patterns import (
+    ROOTS,
+    at_least,
+    inverse_root,
+    is_narrow,
+    is_plain_scaling,
+    is_root,
+    over_last,
+    root,
+    squares,
+)
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -65,6 +75,11 @@ class LiftL2Norm(Rule):
 
     def check(self, match: Match) -> Refusal | None:
         return check_vectors(match)
+
+    def policy_of(self, match: Match) -> Policy:
+        """In a narrow dtype each step of another spelling is a rounding that the op does not make."""
+        as_the_op = is_plain_scaling(match) or not is_narrow(match["compute"])
+        return self.policy if as_the_op else Policy.CHANGES_ROUNDING
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         arguments = (match["x"], float(match["eps"]), True, match["compute"], match["out"])

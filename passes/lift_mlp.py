@@ -25,6 +25,7 @@ import k3rewrite.kernels  # noqa: F401  registers the op that is built
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.layout import permutation
 from k3rewrite.graph.shapes import same_size
+from k3rewrite.passes.norm_patterns import is_narrow
 from k3rewrite.patterns import (
     OPERATORS,
     Anything,
@@ -56,8 +57,8 @@ def _transposed(weight: str) -> Pattern:
 
 _SEPARATE_GATE = Views(call("mm", Var("x"), _transposed("w_gate"), name="gate_mm"))
 _SEPARATE_UP = Views(call("mm", Var("x"), _transposed("w_up"), name="up_mm"))
-_STACKED = call("split", Views(call("mm", Var("x"), _transposed("w_both"), name="gate_mm")), Anything("sizes"),
-                Anything("dim"), name="split")  # fmt: skip
+_BOTH = Cast(Views(call("mm", Var("x"), _transposed("w_both"), name="gate_mm")), "both_dtype")
+_STACKED = call("split", _BOTH, Anything("sizes"), Anything("dim"), name="split")
 _GATE = Cast(_SEPARATE_GATE | Item(_STACKED, 0), "compute")
 _UP = Cast(_SEPARATE_UP | Item(_STACKED, 1), "compute")
 
@@ -97,6 +98,8 @@ class LiftMlp(Rule):
                 f"dtypes {x.dtype} -> {match['compute']} -> {match['narrow']}: the activation must run in the dtype of "
                 "x or a wider one and end in the dtype of x", match["activated"],
             )  # fmt: skip
+        if match.get("both_dtype", x.dtype) not in (x.dtype, match["compute"]):
+            return Refusal(f"gate and up are rounded to {match['both_dtype']} before the activation", match["split"])
         for name in ("w_gate_t", "w_up_t", "w_both_t", "w_down_t"):
             if name in match.bindings and permutation(match[name]) != [1, 0]:
                 return Refusal("a weight is used as it is stored, not transposed", match[name])
@@ -117,13 +120,14 @@ class LiftMlp(Rule):
             return Refusal("gate, up and down projection do not have one inner width", match["down_mm"])
         if self._is_situ(match):
             return self._check_situ(match)
-        if not math.isclose(match.get("scale", 1.0), 1.0):
+        if match.get("scale", 1.0) != 1.0:
             return Refusal(f"SiLU times a number ({match['scale']})", match["activated"])
         return None
 
     def _check_situ(self, match: Match) -> Refusal | None:
         expected = self._constant(match, "beta") * (self._constant(match, "linear_beta") or 1.0)
-        if not math.isclose(match["scale"], expected, rel_tol=1e-6):
+        # beta / (1 / beta) and the order of the constants round in the last place, and no further
+        if not math.isclose(match["scale"], expected, rel_tol=8 * torch.finfo(torch.float64).eps):
             return Refusal(
                 f"the product's constant is {match['scale']:g}, and SiTU needs beta * linear_beta = {expected:g}",
                 match["activated"],
@@ -140,6 +144,11 @@ class LiftMlp(Rule):
             return float(match[name])
         inverse = match.get(f"inverse_{name}")
         return 1.0 / float(inverse) if inverse else 0.0
+
+    def policy_of(self, match: Match) -> Policy:
+        """In a narrow dtype the factors round in the order in which they are multiplied."""
+        as_the_op = match["anchor"].target in OPERATORS["silu"] or not is_narrow(match["compute"])
+        return self.policy if as_the_op else Policy.CHANGES_ROUNDING
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         if "w_both" in match.bindings:

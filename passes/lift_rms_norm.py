@@ -22,7 +22,16 @@ from torch.fx import Node
 
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_size, same_sizes
-from k3rewrite.passes.norm_patterns import ROOTS, inverse_root, is_root, over_last, root, squares
+from k3rewrite.passes.norm_patterns import (
+    ROOTS,
+    inverse_root,
+    is_narrow,
+    is_plain_scaling,
+    is_root,
+    over_last,
+    root,
+    squares,
+)
 from k3rewrite.patterns import (
     OPERATORS,
     Builder,
@@ -115,6 +124,13 @@ class LiftRmsNorm(Rule):
     def _product(match: Match) -> Tensor:
         node = match.get("weighted") or match["normed"]
         return node.meta["val"]
+
+    def policy_of(self, match: Match) -> Policy:
+        """In a narrow dtype each step of another spelling is a rounding that the op does not make."""
+        as_the_op = (
+            "factor" not in match.bindings and is_plain_scaling(match) and match["mean"].target in OPERATORS["mean"]
+        )
+        return self.policy if as_the_op or not is_narrow(match["compute"]) else Policy.CHANGES_ROUNDING
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         scale = match.get("scale", match["compute"])

@@ -9,9 +9,10 @@ over_last(f, v)   f(v, -1, keepdim=True), or without keepdim (then some view beh
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
-from k3rewrite.patterns import LAST_DIM, OPERATORS, Anything, Number, Pattern, call
+from k3rewrite.patterns import LAST_DIM, OPERATORS, Anything, Match, Number, Pattern, call
 
 ROOTS = OPERATORS["rsqrt"] | OPERATORS["sqrt"] | OPERATORS["pow"]
 
@@ -19,6 +20,16 @@ ROOTS = OPERATORS["rsqrt"] | OPERATORS["sqrt"] | OPERATORS["pow"]
 def is_root(node: Node) -> bool:
     """True for rsqrt, sqrt and the powers 1/2 and -1/2: the candidate sites of a norm."""
     return node.target not in OPERATORS["pow"] or node.args[1] in (-0.5, 0.5)
+
+
+def is_plain_scaling(match: Match) -> bool:
+    """x * rsqrt(...), as the ops are written: no quotient, no reciprocal of a root, no power."""
+    return match["anchor"].target in OPERATORS["rsqrt"] and match["normed"].target in OPERATORS["mul"]
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """True for dtypes in which the roundings of single steps count (bf16, fp16)."""
+    return dtype.itemsize < 4
 
 
 def squares(value: Pattern) -> Pattern:

@@ -41,7 +41,7 @@ class ReuseStoragePass(Pass):
         bindings = {}
         for node in module.graph.nodes:
             if (binding := node.meta.get(KERNEL_KEY)) is not None:
-                op, _ = bind(binding.op, binding.kernel, binding.target)
+                op, _ = bind(binding.op, binding.kernel, binding.target, binding.native)
                 bound[op.overload] = op
                 kernels[op.name] = binding.kernel
                 bindings[op.name] = binding
@@ -50,7 +50,7 @@ class ReuseStoragePass(Pass):
         def variant_of(op: Op, arguments: Sequence[str]) -> InplaceVariant:
             variant = inplace_variant(op, arguments)
             launch = partial(kernels[op.name].launch, in_place=True)
-            return replace(variant, namespace=op.namespace, implementations={"CUDA": launch})
+            return replace(variant, namespace=op.namespace, implementations=dict.fromkeys(op.implementations, launch))
 
         for record in reuse_storage(module, bound, make_variant=variant_of):
             report.candidates += 1

@@ -55,12 +55,12 @@ class SelectPass(Pass):
                 node.meta[REASON_KEY] = reason
                 report.missed.append(Miss(reason=reason, **where))
                 continue
-            op, binding = bind(context.ops[target._opname], kernel, context.target)
+            op, binding = bind(context.ops[target._opname], kernel, context.target, context.native)
             node.target = op.overload
             node.meta[KERNEL_KEY] = binding
             node.meta[REASON_KEY] = reason
             report.matched += 1
-            report.sites.append(Site(replaced_by=f"{op.name}: {reason}", policy="exact", **where))
+            report.sites.append(Site(replaced_by=f"{op.name}: {reason}", **where))
 
 
 def choose(node: Node, op_name: str, context: PassContext, language: Language = "auto") -> tuple[Kernel | None, str]:

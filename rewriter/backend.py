@@ -79,8 +79,14 @@ class Backend:
             raise ConfigError(f"dump is {self.dump!r}", place=PLACE, remedy="give the folder for dumps as a path")
         self.reports: list[RunReport] = []
 
-    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
-        """Compile one Dynamo graph."""
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+        """Compile one Dynamo graph. Settings that torch.compile hands over are refused: this object has its own."""
+        if settings:
+            raise ConfigError(
+                f"torch.compile passes {', '.join(sorted(settings))} to a backend that has its settings already",
+                place=PLACE,
+                remedy="give them to Backend({...}), or name the backend as text: backend='k3rewrite'",
+            )
         report = RunReport(
             info=RunInfo(
                 model="torch.compile",

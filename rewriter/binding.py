@@ -2,8 +2,8 @@
 
     k3::add_attn_res_norm  +  triton kernel  +  h200   ->   k3_kernels::add_attn_res_norm__triton_h200_1f0c...
 
-The bound op computes the same function: the kernel where the device is a GPU, the reference on a CPU (so that a graph
-for a GPU that is not there still runs, and says so). Compiler caches key custom ops by name only, hence the hash.
+The bound op computes the same function: the kernel where the device is the target, the reference elsewhere (so that a
+graph for a GPU that is not there still runs, and says so). Compiler caches key custom ops by name only, hence the hash.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ REASON_KEY = "k3_reason"
 class Binding:
     """What a bound node runs: the op of the vocabulary, the kernel, the target, and the bound op's name."""
 
-    def __init__(self, op: Op, kernel: Kernel, target: Target) -> None:
-        self.op, self.kernel, self.target = op, kernel, target
-        digest = hashlib.sha256(f"{op.source_hash}{kernel.source_hash}{target.name}{target.arch}".encode()).hexdigest()
+    def __init__(self, op: Op, kernel: Kernel, target: Target, native: bool) -> None:
+        self.op, self.kernel, self.target, self.native = op, kernel, target, native
+        digest = hashlib.sha256(f"{op.source_hash}{kernel.source_hash}{target!r}{native}".encode()).hexdigest()
         self.source_hash = digest[:12]
         self.name = f"{op.name}__{kernel.language}_{target.name}_{self.source_hash}"
 
 
 @cache
-def bind(op: Op, kernel: Kernel, target: Target) -> tuple[Op, Binding]:
-    """The bound op, registered with the dispatcher, and its description. The same three give the same op."""
-    binding = Binding(op, kernel, target)
+def bind(op: Op, kernel: Kernel, target: Target, native: bool) -> tuple[Op, Binding]:
+    """The bound op, registered with the dispatcher, and its description. The same arguments give the same op.
+
+    `native` says that the GPU of this machine is the target: only then does the op run the kernel on GPU tensors. A
+    kernel tuned and compiled for another GPU is not run on this one; its reference is.
+    """
+    binding = Binding(op, kernel, target, native)
     bound = Op(
         name=binding.name,
         schema=op.schema,
@@ -45,6 +49,6 @@ def bind(op: Op, kernel: Kernel, target: Target) -> tuple[Op, Binding]:
         inplace=op.inplace,
         inplace_reads=op.inplace_reads,
         namespace=KERNEL_NAMESPACE,
-        implementations={"CUDA": kernel.launch},
+        implementations={"CUDA": kernel.launch} if native else {},
     )
     return bound.register(), binding

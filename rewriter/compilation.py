@@ -28,17 +28,29 @@ from k3rewrite.passes import PASSES
 from k3rewrite.pipeline.config import PipelineConfig
 from k3rewrite.pipeline.expressions import Value
 from k3rewrite.pipeline.pass_base import PassContext
-from k3rewrite.pipeline.runner import build_passes, run_pipeline
+from k3rewrite.pipeline.runner import AfterPass, build_passes, run_pipeline
 from k3rewrite.report.dump import Dumper, trace_report
 from k3rewrite.report.run_folder import RunFolder
-from k3rewrite.report.schema import EndToEnd, RunReport
-from k3rewrite.targets import Target
+from k3rewrite.report.schema import EndToEnd, PassReport, RunReport
+from k3rewrite.targets import Target, machine_arch
 
 Progress = Callable[[str], None]
 
 
 class Rewritten(K3RewriteError):
     """Ends a compilation that is not to be run, once everything else is done."""
+
+
+class _Timed:
+    """An after-pass hook with the seconds that it took."""
+
+    def __init__(self, hook: AfterPass) -> None:
+        self._hook, self.seconds = hook, 0.0
+
+    def __call__(self, index: int, module: torch.fx.GraphModule, entry: PassReport) -> None:
+        started = time.perf_counter()
+        self._hook(index, module, entry)
+        self.seconds += time.perf_counter() - started
 
 
 @dataclass
@@ -96,19 +108,25 @@ class Compilation:
     def _context(self) -> PassContext:
         verify = self.pipeline.verify.regions and self.run
         folder = self.folder.path / "mismatches" if self.folder is not None else None
-        return PassContext(self.target, OPS, KERNELS, region_check(folder=folder) if verify else None)
+        return PassContext(
+            self.target, OPS, KERNELS, region_check(folder=folder) if verify else None, native=self._native()
+        )
+
+    def _native(self) -> bool:
+        return self.target.is_gpu and machine_arch() == self.target.arch
 
     def _compile(self, captured: Captured) -> Callable[..., Any]:
         module, timings = captured.module, self.report.timings
         end_to_end = None
         if self.pipeline.verify.end_to_end and self.run:
             end_to_end = EndToEndCheck(captured.fresh(), self._verified)
-        dumper = Dumper(self.folder, self.pipeline.dump, module)
+        dumper = _Timed(Dumper(self.folder, self.pipeline.dump, module))
         run_pipeline(
             module, self.passes, self._context(), self.names, self.report.passes,
             after_pass=dumper, progress=self.progress,
         )  # fmt: skip
         timings.passes_s = sum(p.seconds for p in self.report.passes)
+        timings.dump_s = dumper.seconds
 
         started = time.perf_counter()
         self.progress("emit")
@@ -129,6 +147,11 @@ class Compilation:
             static_inputs=captured.static_inputs,
         )
         self.report.decomposed += decomposed
+        self.report.notes += [
+            *compiled.notes,
+            *(f"added a guard while finalising: {guard}" for guard in compiled.guards),
+            *(str(hazard) for hazard in compiled.hazards),
+        ]
         timings.finalise_s = time.perf_counter() - started
         return end_to_end.wrap(compiled) if end_to_end is not None else compiled
 
@@ -137,13 +160,12 @@ class Compilation:
         self.write_report()
 
     def _executed(self, module: torch.fx.GraphModule) -> str:
-        """Where bound kernels of this graph run: on the GPU that holds the tensors, else their reference does."""
+        """Where bound kernels of this graph will run: on the GPU if it is the target and holds the tensors."""
         if not self.run:
             return "no"
-        for node in module.graph.nodes:
+        for node in module.graph.nodes if self._native() else ():
             value = node.meta.get("val")
-            if KERNEL_KEY in node.meta and isinstance(value, (tuple, list)):
-                value = value[0]
+            value = value[0] if isinstance(value, (tuple, list)) and value else value
             if KERNEL_KEY in node.meta and isinstance(value, torch.Tensor) and value.device.type == "cuda":
                 return torch.cuda.get_device_name(value.device)
         return "reference"

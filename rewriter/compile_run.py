@@ -25,7 +25,7 @@ from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import RunInfo, RunReport
 from k3rewrite.report.versions import describe_versions
 from k3rewrite.request import KIMI_K3, CompileRequest
-from k3rewrite.targets import Target, load_target
+from k3rewrite.targets import Target, load_target, machine_arch
 
 Built = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
@@ -97,9 +97,9 @@ def _build(request: CompileRequest, config: Any, group: Any, device: str) -> Bui
 
 def _device(request: CompileRequest, target: Target) -> str:
     """The GPU if the target is the one of this machine, else the CPU (whose tensors stand for those of the target)."""
-    if not request.run or not target.is_gpu or not torch.cuda.is_available():
+    if not request.run or not target.is_gpu:
         return "cpu"
-    return "cuda" if load_target("auto").arch == target.arch else "cpu"
+    return "cuda" if machine_arch() == target.arch else "cpu"
 
 
 @contextmanager
@@ -114,7 +114,11 @@ def _tensors(real: bool) -> Iterator[None]:
 def _kimi_config(request: CompileRequest) -> Any:
     from k3rewrite.models.kimi_k3 import KimiK3Config
 
-    makers: Mapping[str, Callable[[], Any]] = {"tiny": KimiK3Config.tiny, "tiny-tp8": KimiK3Config.tiny_tp8, "full": KimiK3Config}
+    makers: Mapping[str, Callable[[], Any]] = {
+        "tiny": KimiK3Config.tiny,
+        "tiny-tp8": KimiK3Config.tiny_tp8,
+        "full": KimiK3Config,
+    }
     config = makers[request.config]() if request.config in makers else KimiK3Config.from_json(request.config)
     return config if request.layers is None else config.with_layers(request.layers)
 

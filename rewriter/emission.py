@@ -87,7 +87,7 @@ def _written(use: _Use, made: EmittedKernel, folder: RunFolder, executed: str) -
 
     report = _unwritten(use, executed)
     report.name, report.source_hash = made.name, made.source_hash
-    report.source, report.object = relative(made.source), relative(made.object)
+    report.source, report.object, report.skipped = relative(made.source), relative(made.object), made.skipped
     if needs is not None:
         report.registers, report.spills, report.lds_bytes = needs.registers, needs.spills, needs.lds_bytes
         report.occupancy = needs.occupancy.waves_per_simd

@@ -181,9 +181,11 @@ def resolve_request(
             place="--rank",
             remedy=f"give 0 to {loaded.parallel.tp - 1}, or a larger --tp",
         )
-    if not run and loaded.verify.end_to_end:
+    if not run and (loaded.verify.end_to_end or loaded.verify.regions):
         raise ConfigError(
-            "an end-to-end check needs a run", place="--no-run", remedy="take --no-run or the end-to-end check out"
+            "checks of regions and end to end compute with real tensors: they need a run",
+            place="--no-run",
+            remedy="take --no-run or the check out",
         )
     return CompileRequest(
         model=model,

@@ -1,6 +1,6 @@
 """The contract that holds after every pass, always: cheap, no tensor is computed.
 
-* inputs and outputs keep number, dtype, symbolic shape, device and stride;
+* inputs and outputs keep number, dtype, symbolic shape, device and stride; the same inputs are written;
 * the graph is well-formed (`lint`), and every node of it has a value description;
 * only the ops of the level are in it, and only those `k3::` ops that a pass before has announced;
 * collectives stand in the same order as in the captured graph, each with its reduction and its group.
@@ -18,8 +18,10 @@ from torch.fx.node import map_arg
 
 from k3rewrite.errors import ContractError
 from k3rewrite.graph.arguments import bound_arguments
+from k3rewrite.graph.effects import writes
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.graph.storage import StorageMap
 from k3rewrite.vocabulary import NAMESPACE
 
 
@@ -30,6 +32,8 @@ class GraphContract:
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     collectives: tuple[str, ...]
+    written: frozenset[int]
+    """positions of the inputs that the graph writes"""
 
     @classmethod
     def of(cls, module: GraphModule) -> GraphContract:
@@ -38,6 +42,7 @@ class GraphContract:
             tuple(n.meta.get("val") for n in graph.find_nodes(op="placeholder")),
             tuple(_value(a) for a in _outputs(graph)),
             tuple(_signature(n) for n in graph.nodes if _is_collective(n)),
+            _written_inputs(graph),
         )
 
     def check(self, module: GraphModule, stage: str, announced: frozenset[str]) -> None:
@@ -58,6 +63,10 @@ class GraphContract:
             raise ContractError(
                 f"collectives {list(self.collectives)} became {list(now.collectives)}", place=f"after {stage}"
             )
+        if lost := sorted(self.written - now.written):
+            raise ContractError(f"input {lost[0]} is not written any more", place=f"after {stage}")
+        if gained := sorted(now.written - self.written):
+            raise ContractError(f"input {gained[0]} is written, which the model does not do", place=f"after {stage}")
         for node in graph.nodes:
             _check_node(node, stage, announced)
 
@@ -96,6 +105,17 @@ def _signature(collective: Node) -> str:
     """The op with its constants: the same reduction over another group of ranks is another collective."""
     constants = [repr(v) for v in bound_arguments(collective).values() if not isinstance(v, (Node, list, tuple))]
     return f"{collective.target}({', '.join(constants)})"
+
+
+def _written_inputs(graph: Graph) -> frozenset[int]:
+    """Inputs in whose storage some node writes, directly or through a view."""
+    if not any(writes(node) for node in graph.nodes):
+        return frozenset()
+    storage = StorageMap(graph)
+    written = {root for root, entries in storage.written.items() if entries}
+    return frozenset(
+        i for i, node in enumerate(graph.find_nodes(op="placeholder")) if not storage.roots(node).isdisjoint(written)
+    )
 
 
 def _outputs(graph: Graph) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ class DecisionInterpreter(Interpreter):
                 return grouped_mm(*args, **kwargs)
         result = super().call_function(target, args, dict(kwargs))
         if target is TOPK:
-            result = self._decide(args[0], result[0], result[1])
+            result = self._decide((result[0], result[1]), *args, **kwargs)
         elif is_route(target):
             weights, ids = result
             if self.forced is not None:
@@ -70,12 +70,22 @@ class DecisionInterpreter(Interpreter):
         assert self.forced is not None
         return self.forced[len(self.routes.ids)].to(own.device)
 
-    def _decide(self, scores: Tensor, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        if self.forced is not None:
+    def _decide(
+        self,
+        own: tuple[Tensor, Tensor],
+        scores: Tensor,
+        k: int,
+        dim: int = -1,
+        largest: bool = True,
+        sorted: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        values, ids = own
+        if self.forced is not None and k > 0:
             chosen = self._take(ids)
-            taken = scores.gather(-1, chosen)
-            spread = (scores.amax(-1) - scores.amin(-1)).clamp_min(torch.finfo(torch.float32).tiny)
-            lost = (values.amin(-1) - taken.amin(-1)).clamp_min(0) / spread
+            taken = scores.gather(dim, chosen)
+            spread = (scores.amax(dim) - scores.amin(dim)).clamp_min(torch.finfo(torch.float32).tiny)
+            lost = values.amin(dim) - taken.amin(dim) if largest else taken.amax(dim) - values.amax(dim)
+            lost = lost.clamp_min(0) / spread
             self.routes.margins.append(float(lost.max()) if lost.numel() else 0.0)
             values, ids = taken, chosen
         self.routes.ids.append(ids)

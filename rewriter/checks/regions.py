@@ -1,6 +1,6 @@
 """Region check: run the nodes of a match and the nodes that would replace them on the same random inputs.
 
-    old(x), new(x), old in fp64(x)   ->   a Refusal (recorded as a miss) if error(new) > 1.5 * error(old) + floor
+    old(x), new(x), old in fp64(x)   ->   a Refusal if error(new) > 1.5 * error(old) + floor: the rule is wrong
 
 On refusal both outputs and the inputs are saved where a folder is given, so that the difference can be looked at.
 """
@@ -23,6 +23,8 @@ from k3rewrite.patterns.rewrite import Rewrite, SiteCheck
 from k3rewrite.patterns.rule import Refusal
 from k3rewrite.vocabulary import size_hint
 
+SCALES = (1.0, 2.0**-10, 32.0)
+"""sizes of the random inputs: an epsilon shows with small ones, a saturation with large ones"""
 MAX_LEVELS = 4
 """how many nodes a replacement may look through above its match"""
 
@@ -37,23 +39,24 @@ def region_check(seed: int = 0, folder: Path | None = None) -> SiteCheck:
     def run(rewrite: Rewrite) -> Refusal | None:
         old = _down_to(_inputs_of(rewrite.made, rewrite.new.values()), rewrite.match.nodes | set(rewrite.old.values()))
         inputs = _inputs_of([*old, *rewrite.made], rewrite.new.values())
-        values = [random_value(n.meta["val"], seed + i) for i, n in enumerate(inputs)]
         names = list(rewrite.old)
         before = _region(old, inputs, [rewrite.old[n] for n in names])
         after = _region(list(rewrite.made), inputs, [rewrite.new[n] for n in names])
-        runs = [DecisionInterpreter(before, wide=False), DecisionInterpreter(after, wide=False)]
-        old_values, new_values = (run.run_on([_copy(v) for v in values]) for run in runs)
-        exact_values = DecisionInterpreter(before, wide=True, forced=runs[0].routes.ids).run_on(values)
-        for name, a, b, exact in zip(names, old_values, new_values, exact_values, strict=True):
-            reason = compare(name, a, b, exact)
-            if reason:
-                if folder is not None:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    torch.save(
-                        {"inputs": values, "old": old_values, "new": new_values, "exact": exact_values},
-                        folder / f"{rewrite.rule.name}-{rewrite.old['root'].name}.pt",
-                    )
-                return Refusal(f"verification: {reason}", rewrite.old["root"])
+        for scale in SCALES:
+            values = [random_value(n.meta["val"], seed + i, scale) for i, n in enumerate(inputs)]
+            runs = [DecisionInterpreter(before, wide=False), DecisionInterpreter(after, wide=False)]
+            old_values, new_values = (run.run_on([_copy(v) for v in values]) for run in runs)
+            exact_values = DecisionInterpreter(before, wide=True, forced=runs[0].routes.ids).run_on(values)
+            for name, a, b, exact in zip(names, old_values, new_values, exact_values, strict=True):
+                reason = compare(name, a, b, exact)
+                if reason:
+                    if folder is not None:
+                        folder.mkdir(parents=True, exist_ok=True)
+                        torch.save(
+                            {"inputs": values, "old": old_values, "new": new_values, "exact": exact_values},
+                            folder / f"{rewrite.rule.name}-{rewrite.old['root'].name}.pt",
+                        )
+                    return Refusal(f"verification (inputs of size {scale:g}): {reason}", rewrite.old["root"])
         return None
 
     return check
@@ -78,8 +81,8 @@ def compare(name: str, old: Any, new: Any, exact: Any) -> str | None:
     )
 
 
-def random_value(fake: Any, seed: int) -> Any:
-    """A random value of the metadata of a fake one: normal for floating dtypes, 0 or 1 for integers.
+def random_value(fake: Any, seed: int, scale: float = 1.0) -> Any:
+    """A random value of the metadata of a fake one: normal times `scale` for floating dtypes, 0 or 1 for integers.
 
     Device and strides are kept, symbolic sizes take their hints (no guard is added), and elements that share memory
     (an expanded tensor) are equal.
@@ -87,14 +90,14 @@ def random_value(fake: Any, seed: int) -> Any:
     if isinstance(fake, torch.SymInt):
         return size_hint(fake)
     if isinstance(fake, (list, tuple)):
-        return type(fake)(random_value(item, seed + i) for i, item in enumerate(fake))
+        return type(fake)(random_value(item, seed + i, scale) for i, item in enumerate(fake))
     if not isinstance(fake, Tensor):
         return fake
     generator = torch.Generator().manual_seed(seed)
     shape, strides = [size_hint(s) for s in fake.shape], [size_hint(s) for s in fake.stride()]
     apart = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
     if fake.dtype.is_floating_point or fake.dtype.is_complex:
-        value = torch.randn(apart, generator=generator, dtype=torch.float64).to(fake.dtype)
+        value = (torch.randn(apart, generator=generator, dtype=torch.float64) * scale).to(fake.dtype)
     else:
         value = torch.randint(0, 2, apart, generator=generator).to(fake.dtype)
     if _may_overlap(apart, strides):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from k3rewrite.errors import UnsupportedError
+from k3rewrite.errors import UnsupportedError, VerificationError
 from k3rewrite.graph.provenance import UNKNOWN_SOURCE, module_path, source_line
 from k3rewrite.graph.purity import PurityIndex, aliases_of, effect, is_view, writes
 from k3rewrite.graph.shapes import metadata_difference
@@ -49,7 +49,8 @@ def apply_rule(
 ) -> None:  # fmt: skip
     """Rewrite every site of `rule` in `module`, adding candidates, sites, misses and refusals to `report`.
 
-    `verify` runs a built replacement against the old nodes before it is put in place (see checks/regions.py).
+    `verify` runs a built replacement against the old nodes before it is put in place (see checks/regions.py); what it
+    objects to is a defect of the rule and raises VerificationError.
     """
     graph = module.graph
     claimed: dict[Node, str] = {}
@@ -70,7 +71,9 @@ def apply_rule(
                 _replace(outcome, graph, claimed, f"the site at {where['site']}")
                 writers.extend(n for n in outcome.made if writes(n))
                 report.matched += 1
-                report.sites.append(Site(replaced_by=replaced_by.name, policy=policy, **where))
+                report.sites.append(
+                    Site(replaced_by=replaced_by.name, policy=policy, verified=verify is not None, **where)
+                )
                 break
             objections.append(outcome)
         else:
@@ -125,14 +128,15 @@ def _try(
         rewrite = _build(rule, match, builder, old)
         if isinstance(rewrite, Refusal):
             return rewrite
-        refusal = (
-            _contract(rewrite)
-            or _reads(graph, rewrite, before, writers)
-            or _aliases(graph, rewrite, writers)
-            or (verify(rewrite) if verify else None)
-        )
+        refusal = _contract(rewrite) or _reads(graph, rewrite, before, writers) or _aliases(graph, rewrite, writers)
         if refusal:
             return replace(refusal, built=True)
+        if verify is not None and (wrong := verify(rewrite)) is not None:
+            raise VerificationError(
+                f"rule {rule.name}: {wrong.reason}",
+                place=f"{match.root.name} ({source_line(match.root)})",
+                remedy="this is a defect of the rule: take its pass out of the pipeline, and report it",
+            )
         kept = True
         return rewrite
     finally:
@@ -157,7 +161,7 @@ def _exposed(rule: Rule, match: Match) -> dict[str, Node] | Refusal:
             names.setdefault(value, []).append(bound)
     exposed: dict[str, Node] = {}
     for node in sorted(match.nodes):
-        outside = [u for u in node.users if u not in match.nodes]
+        outside = [u for u in node.users if u not in match.nodes and not _is_dead(u)]
         if node is match.root or not outside:
             continue
         own = names.get(node, [""])
@@ -170,6 +174,11 @@ def _exposed(rule: Rule, match: Match) -> dict[str, Node] | Refusal:
         elif not _is_cheap(node, match):
             return Refusal(f"the inner value {describe(node)} is also used by {describe(outside[0])}", node)
     return exposed
+
+
+def _is_dead(node: Node, levels: int = 3) -> bool:
+    """True if nothing that can be seen depends on the node (as far as a few levels show): it waits to be removed."""
+    return levels > 0 and effect(node) is None and all(_is_dead(user, levels - 1) for user in node.users)
 
 
 def _is_cheap(node: Node, match: Match) -> bool:

@@ -86,7 +86,7 @@ for _tag, _pattern, _first in _SCALARS:
 def dump_yaml(content: Any) -> str:
     """Plain data as YAML that `read_yaml` reads back equal; the order of keys is kept."""
     text: str = yaml.dump(
-        content, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=110
+        content, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=False, width=110
     )
     return text
 

@@ -41,6 +41,8 @@ class PassContext:
     verify_site: SiteCheck | None = None
     """runs each built replacement against the nodes that it would replace"""
     on_miss: OnMiss = "reference"
+    native: bool = False
+    """the GPU of this machine is the target, so bound kernels can run"""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -75,13 +75,15 @@ def run_pipeline(
     sites is not as expected.
     """
     contract = GraphContract.of(module) if level == "aten" else None
-    names = {"n_layers": count_layers(module.graph), **names}
+    layers = count_layers(module.graph)
+    names = {**({"n_layers": layers} if layers else {}), **names}
     costs = _GraphCost(context.ops)
     announced: set[str] = set()
     for index, (made, entry) in enumerate(passes):
         if made.level != level:
             continue
-        report = PassReport(made.name, made.level, dict(entry.options), expect=entry.expect)
+        options = {f.name: getattr(made, f.name) for f in fields(made)}
+        report = PassReport(made.name, made.level, options, expect=entry.expect)
         reports.append(report)
         if entry.when is not None and not parse_when(entry.when, entry.place).holds(names):
             report.skipped = f"when: {entry.when}"
@@ -158,7 +160,8 @@ class _GraphCost:
 
 
 def count_layers(graph: Graph) -> int:
-    """Number of distinct `layers.<i>` among the module paths of a graph."""
+    """Number of distinct `layers.<i>` among the module paths of a graph; 0 if the model names its layers otherwise, and
+    then an expectation on `n_layers` is an error until the caller gives the number."""
     found = set()
     for node in graph.nodes:
         parts = module_path(node).split(".")

@@ -29,14 +29,16 @@ class Site:
 
     `site` is the name of the anchor node, `source` the user's line ("file.py:123 in forward"), `module` the module
     path ("layers.3.self_attn"), `replaced_by` the node that stands there now, `policy` the numerics policy of the rule
-    ("exact", "reassociates", "changes_rounding(bound)").
+    ("exact", "reassociates", "changes_rounding"), "" where no rule decided. `verified` says whether old and new nodes
+    were run against each other (`verify: regions`).
     """
 
     site: str
     source: str
     module: str = ""
     replaced_by: str = ""
-    policy: str = "exact"
+    policy: str = ""
+    verified: bool = False
 
 
 @dataclass
@@ -89,9 +91,10 @@ class KernelReport:
     """One kernel of the rewritten graph.
 
     `source` and `object` are paths relative to the run folder ("" if there is no such file), `source_hash` is shared
-    by the object and the code that ran. `executed` says where this source ran: a device name, "interpreter",
-    "reference" or "no". Resource figures come from the compiled object and are None where it does not give them;
-    `occupancy` is in waves (warps) per SIMD or scheduler. `provenance` lists the sites and source lines that use it.
+    by the object and the code that ran. `executed` says where this source ran: a device name, "reference" (its meaning
+    ran in its place) or "no". `skipped` says why there is no object. Resource figures come from the compiled object and
+    are None where it does not give them; `occupancy` is in waves (warps) per SIMD or scheduler. `provenance` lists the
+    sites and source lines that use it.
     """
 
     op: str
@@ -102,6 +105,7 @@ class KernelReport:
     object: str = ""
     source_hash: str = ""
     executed: str = "no"
+    skipped: str = ""
     registers: int | None = None
     spills: int | None = None
     lds_bytes: int | None = None
@@ -135,6 +139,7 @@ class Timings:
 
     capture_s: float | None = None
     passes_s: float | None = None
+    dump_s: float | None = None
     emit_s: float | None = None
     finalise_s: float | None = None
     run_s: float | None = None
@@ -170,7 +175,9 @@ class RunInfo:
 
 @dataclass
 class RunReport:
-    """Everything about one run. `error` is the message of the error that ended it, "" for a run that ended well.
+    """Everything about one run. `notes` are things to know that no field above has: reads pinned before a write, guards
+    added while finalising, why a graph was not captured. `error` is the message of the error that ended it, "" for a
+    run that ended well.
 
     `folder` is where the report lies; it is not part of the file.
     """
@@ -181,6 +188,7 @@ class RunReport:
     decomposed: list[Decomposed] = field(default_factory=list)
     end_to_end: EndToEnd | None = None
     timings: Timings = field(default_factory=Timings)
+    notes: list[str] = field(default_factory=list)
     error: str = ""
     folder: Path | None = field(default=None, compare=False, metadata={"json": False})
 

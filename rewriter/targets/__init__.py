@@ -7,8 +7,8 @@
 The shipped files stand in `pass_configs/targets/`; `k3rewrite.targets.target` says what each figure means.
 """
 
-from k3rewrite.targets.detect import detect_target
+from k3rewrite.targets.detect import detect_target, machine_arch
 from k3rewrite.targets.load import known_targets, load_target
 from k3rewrite.targets.target import Target
 
-__all__ = ["Target", "detect_target", "known_targets", "load_target"]
+__all__ = ["Target", "detect_target", "known_targets", "load_target", "machine_arch"]

@@ -20,19 +20,26 @@ def detect_target() -> Target:
     `ConfigError` if no shipped target has the device's architecture. Asks torch only: Triton's own driver object raises
     on a machine without a GPU.
     """
-    if not torch.cuda.is_available():
+    arch = machine_arch()
+    if arch is None:
         return load_target("cpu")
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    arch = device_arch(properties, rocm=torch.version.hip is not None)
     for name in known_targets():
         if (target := load_target(name)).arch == arch:
             return target
     known = ", ".join(f"{name} ({load_target(name).arch})" for name in known_targets())
     raise ConfigError(
-        f"no target describes this device: {properties.name} ({arch}); known: {known}",
+        f"no target describes this device: {torch.cuda.get_device_name()} ({arch}); known: {known}",
         place="target: auto",
         remedy="name the nearest target, `cpu` for the references, or the path of a target's YAML file of your own",
     )
+
+
+def machine_arch() -> str | None:
+    """Architecture of this machine's current GPU, described by a target or not; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return device_arch(properties, rocm=torch.version.hip is not None)
 
 
 def device_arch(properties: torch._C._CudaDeviceProperties, *, rocm: bool) -> str:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spelling_checks import DTYPES, assert_lifted, assert_not_lifted, random_tensors
+from small_graphs import rewritten
+from spelling_checks import DTYPES, assert_lifted, assert_not_lifted, graph_of, random_tensors
 from torch import Tensor
 
 from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNorm
@@ -66,17 +67,22 @@ def _reductions(kind: str, keepdim: bool) -> dict[str, Step]:
 
 
 @st.composite
-def _unit(draw: Any, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function (v for the statistic, v that is scaled) -> scaled v; `kind` is "mean" or "sum"."""
+def _unit(draw: Any, kind: str) -> tuple[Callable[[Tensor, Tensor], Tensor], bool]:
+    """A function (v for the statistic, v that is scaled) -> scaled v; `kind` is "mean" or "sum".
+
+    Beside it, whether it is spelled step by step as the op is: only then is it the same in a narrow dtype.
+    """
     flat_until = draw(st.sampled_from(["kept", "reduced", "shifted", "rooted"]))
     square = SQUARES[draw(st.sampled_from(list(SQUARES)))]
     keep = KEEP[draw(st.sampled_from(list(KEEP)))]
     reductions = _reductions(kind, flat_until == "kept")
-    reduce = reductions[draw(st.sampled_from(list(reductions)))]
+    reduction = draw(st.sampled_from(list(reductions)))
+    reduce = reductions[reduction]
     add = ADD_EPS[draw(st.sampled_from(list(ADD_EPS)))]
     eps, divide, flipped = draw(st.sampled_from(EPS)), draw(st.booleans()), draw(st.booleans())
     roots = DIVISORS if divide else ROOTS
-    root = roots[draw(st.sampled_from(list(roots)))]
+    rooted = draw(st.sampled_from(list(roots)))
+    root = roots[rooted]
 
     def unit(v: Tensor, used: Tensor) -> Tensor:
         statistic = reduce(square(v))
@@ -89,7 +95,7 @@ def _unit(draw: Any, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
             return used / scale
         return scale * used if flipped else used * scale
 
-    return unit
+    return unit, rooted == "rsqrt" and reduction.startswith((f"{kind}(",))
 
 
 @st.composite
@@ -98,7 +104,9 @@ def rms_norms(draw: Any, weights: tuple[str, ...] = ("none", "before", "after", 
     dtype = DTYPES[draw(st.sampled_from(list(DTYPES)))]
     up = draw(st.sampled_from(list(UP)))
     only_statistic = up != "not at all" and draw(st.booleans())
-    unit, weight = draw(_unit("mean")), draw(st.sampled_from(weights))
+    (unit, as_the_op), weight = draw(_unit("mean")), draw(st.sampled_from(weights))
+    if dtype != torch.float32 and not (as_the_op and weight != "inside"):
+        up = "float"
     weight_dtype = draw(st.sampled_from([dtype, torch.float32]))
     weight_first, narrow = draw(st.booleans()), draw(st.booleans())
 
@@ -131,7 +139,9 @@ def unit_vectors(draw: Any) -> Any:
     dtype = DTYPES[draw(st.sampled_from(list(DTYPES)))]
     up = draw(st.sampled_from(list(UP)))
     only_statistic = up != "not at all" and draw(st.booleans())
-    unit, narrow = draw(_unit("sum")), draw(st.booleans())
+    (unit, as_the_op), narrow = draw(_unit("sum")), draw(st.booleans())
+    if dtype != torch.float32 and not as_the_op:
+        up = "float"
 
     def function(x: Tensor) -> Tensor:
         v = UP[up](x)
@@ -146,6 +156,27 @@ def unit_vectors(draw: Any) -> Any:
 def test_every_spelling_of_unit_vectors_is_lifted(case: Any, seed: int) -> None:
     function, dtype, shape = case
     assert_lifted(function, random_tensors([shape], [dtype], seed), [LiftL2Norm()], leaves=())
+
+
+@pytest.mark.parametrize("how", ["/ sqrt", "1 / sqrt", "sum / n", "weight first"])
+def test_in_a_narrow_dtype_another_spelling_rounds_otherwise(how: str) -> None:
+    """Each step of bf16 arithmetic rounds: merging two of them must be switched on."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        mean = x.pow(2).sum(-1, keepdim=True) / 16 if how == "sum / n" else x.pow(2).mean(-1, keepdim=True)
+        shifted = mean + 1e-6
+        if how == "/ sqrt":
+            return x / shifted.sqrt() * w
+        if how == "weight first":
+            return x * w * shifted.rsqrt()
+        return x * (1 / shifted.sqrt() if how == "1 / sqrt" else shifted.rsqrt()) * w
+
+    inputs = random_tensors([(5, 16), (16,)], [torch.bfloat16] * 2, 0)
+    (reason,) = assert_not_lifted(function, inputs, LiftRmsNorm())
+    assert "changes a rounding" in reason
+    report = rewritten(LiftRmsNorm(), graph_of(function, inputs), allow=True)
+    assert [s.policy for s in report.sites] == ["changes_rounding"]
+    assert_lifted(function, [v.float() for v in inputs], [LiftRmsNorm()], leaves=())
 
 
 NORMALISED: dict[str, Step] = {
@@ -183,9 +214,12 @@ ACTIVATIONS: dict[str, Step] = {
 @st.composite
 def gated_norms(draw: Any) -> Any:
     norm, dtypes, shape = draw(rms_norms(weights=("none", "before", "after")))
-    activation = ACTIVATIONS[draw(st.sampled_from(list(ACTIVATIONS)))]
+    how = draw(st.sampled_from(list(ACTIVATIONS)))
+    activation = ACTIVATIONS[how]
     gate_dtype = DTYPES[draw(st.sampled_from(list(DTYPES)))]
     up, flipped, narrow = draw(st.sampled_from(list(UP))), draw(st.booleans()), draw(st.booleans())
+    if gate_dtype != torch.float32 and "*" in how:
+        up = "float"
 
     def function(x: Tensor, w: Tensor, z: Tensor) -> Tensor:
         normed, gate = norm(x, w), activation(UP[up](z))
@@ -202,6 +236,18 @@ def test_every_spelling_of_a_gated_norm_is_lifted(case: Any, seed: int) -> None:
     inputs = random_tensors([shape, shape[-1:], shape], dtypes, seed)
     module = assert_lifted(function, inputs, [LiftRmsNorm(), LiftGatedRmsNorm()], leaves=())
     assert "gated_rms_norm" in str(module.graph)
+
+
+@pytest.mark.parametrize(("how", "policy"), [("silu", "exact"), ("g * sigmoid", "changes_rounding")])
+def test_silu_as_a_product_rounds_twice_in_a_narrow_dtype(how: str, policy: str) -> None:
+    def function(x: Tensor, w: Tensor, z: Tensor) -> Tensor:
+        normed = torch.ops.k3.rms_norm(x, w, 1e-5, torch.float32, torch.bfloat16, torch.bfloat16)
+        return normed * ACTIVATIONS[how](z)
+
+    inputs = random_tensors([(5, 16), (16,), (5, 16)], [torch.bfloat16] * 3, 0)
+    assert [s.policy for s in rewritten(LiftGatedRmsNorm(), graph_of(function, inputs), allow=True).sites] == [policy]
+    if policy == "changes_rounding":
+        assert "changes a rounding" in assert_not_lifted(function, inputs, LiftGatedRmsNorm())[0]
 
 
 def test_a_norm_that_gates_itself_is_left_as_two_ops() -> None:

@@ -10,8 +10,9 @@ import torch
 from small_graphs import Hand, LineRule, aten, reasons, rewritten, targets, traced
 from torch.fx import GraphModule, Node
 
-from k3rewrite.errors import UnsupportedError
+from k3rewrite.errors import UnsupportedError, VerificationError
 from k3rewrite.graph.provenance import ORIGIN_KEY
+from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.patterns import Builder, Cast, Item, Match, Named, Policy, Refusal, Var, call
 from k3rewrite.patterns.pattern import Pattern
 
@@ -123,6 +124,25 @@ def test_one_of_two_results_unused() -> None:
     module = traced(both, [torch.randn(3, 4)])
     assert rewritten(rule, module).matched == 1
     assert targets(module) == ["sort", "getitem", "getitem"]
+
+
+def test_a_user_that_is_only_waiting_to_be_removed_is_none() -> None:
+    """Kind 71, and what an earlier rule of the same pass has left behind."""
+    hand = Hand()
+    sine = hand.call(SIN, hand.input("x", torch.randn(3)))
+    hand.call(NEG, hand.call(EXP, sine))
+    module = hand.returns(hand.call(COS, sine))
+    assert rewritten(cos_of_sin(), module).matched == 1
+    eliminate_dead_code(module.graph)
+    assert targets(module) == ["neg", "exp"]
+
+
+def test_a_user_that_writes_is_one_although_nobody_reads_it() -> None:
+    hand = Hand()
+    sine = hand.call(SIN, hand.input("x", torch.randn(3)))
+    hand.call(aten.add_.Tensor, hand.input("y", torch.randn(3)), sine)
+    module = hand.returns(hand.call(COS, sine))
+    assert "is also used by add_" in unchanged(module, cos_of_sin())[0]
 
 
 def test_a_cast_of_an_input_may_have_other_users() -> None:
@@ -462,7 +482,10 @@ def test_a_rule_that_is_wrong_ends_the_run_and_leaves_the_graph() -> None:
 def test_a_refusal_of_the_last_condition_leaves_the_graph() -> None:
     hand = Hand()
     module = hand.returns(hand.call(COS, hand.call(SIN, hand.input("x", torch.randn(3)))))
-    assert unchanged(module, cos_of_sin(), verify=lambda rewrite: Refusal("not today")) == ["not today"]
+    before = module.graph.python_code("self").src
+    with pytest.raises(VerificationError, match="rule line_rule: not today"):
+        rewritten(cos_of_sin(), module, verify=lambda rewrite: Refusal("not today"))
+    assert module.graph.python_code("self").src == before
     assert unchanged(module, cos_of_sin(check=lambda match: Refusal("no", match["anchor"]))) == ["no"]
 
 
