@@ -59,9 +59,14 @@ def measure(layers: int, target: str, inductor: bool) -> dict[str, Any]:
     report = RunReport(info=RunInfo(model="kimi-k3"))
     pipeline = load_pipeline("kimi-k3-decode", known_passes=PASSES)
     with tempfile.TemporaryDirectory() as folder:
-        compilation = Compilation(pipeline, load_target(target), report, {"n_layers": layers, "n_kda_layers": sum(
-            map(config.is_kda, range(layers))), "n_moe_layers": sum(map(config.is_moe, range(layers)))},
-            RunFolder.create(folder), run=False)  # fmt: skip
+        compilation = Compilation(
+            pipeline,
+            load_target(target),
+            report,
+            config.counts() | {"target": target},
+            RunFolder.create(folder),
+            run=False,
+        )
         started = time.perf_counter()
         with contextlib.suppress(Rewritten):
             compilation(captured)

@@ -42,7 +42,7 @@ def compile_model(request: CompileRequest, progress: Progress = lambda text: Non
     folder = RunFolder.create(request.out)
     report.folder = folder.path
     folder.write("pipeline.yaml", request.pipeline.to_yaml())
-    names = {**_run_names(request, target), **(_model_names(config) if config is not None else {})}
+    names = {**_run_names(request, target), **(config.counts() if config is not None else {})}
     compilation = Compilation(request.pipeline, target, report, names, folder, request.run, progress)
     with rank_group(request.rank, request.tp) as group, _tensors(request.run):
         progress("build the model")
@@ -128,15 +128,6 @@ def _run_names(request: CompileRequest, target: Target) -> dict[str, Value]:
         "tp": request.tp, "dcp": request.pipeline.parallel.dcp, "rank": request.rank, "phase": request.phase,
         "batch": request.batch, "tokens": request.tokens, "context": request.context, "dtype": request.dtype,
         "target": target.name,
-    }  # fmt: skip
-
-
-def _model_names(config: Any) -> dict[str, Value]:
-    layers = range(config.num_hidden_layers)
-    kda, moe = sum(map(config.is_kda, layers)), sum(map(config.is_moe, layers))
-    return {
-        "n_layers": len(layers), "n_kda_layers": kda, "n_mla_layers": len(layers) - kda, "n_moe_layers": moe,
-        "n_dense_layers": len(layers) - moe, "n_experts": config.num_experts,
     }  # fmt: skip
 
 

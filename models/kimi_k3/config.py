@@ -112,6 +112,20 @@ class KimiK3Config:
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
+    def counts(self) -> dict[str, int]:
+        """What the pipelines for this model call `n_layers`, `n_kda_layers`, `n_mla_layers`, `n_moe_layers`,
+        `n_dense_layers` and `n_experts` in their expectations."""
+        layers = range(self.num_hidden_layers)
+        kda, moe = sum(map(self.is_kda, layers)), sum(map(self.is_moe, layers))
+        return {
+            "n_layers": len(layers),
+            "n_kda_layers": kda,
+            "n_mla_layers": len(layers) - kda,
+            "n_moe_layers": moe,
+            "n_dense_layers": len(layers) - moe,
+            "n_experts": self.num_experts,
+        }
+
     def writes_block(self, layer: int) -> bool:
         return layer % self.attn_res_block_size == 0
 

@@ -15,7 +15,7 @@ from k3rewrite.models.kimi_k3 import KimiK3Config, build_kimi_k3
 
 CONFIG = KimiK3Config.minimal().with_layers(6)
 """KDA with a dense MLP, KDA and MLA with experts, blocks written at layers 0 and 4"""
-NAMES = {"n_layers": 6, "n_kda_layers": 5, "n_moe_layers": 5}
+NAMES = CONFIG.counts()
 FP32_TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 

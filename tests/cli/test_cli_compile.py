@@ -180,7 +180,10 @@ BAD = {
         "kimi-k3 --verify region",
         "--verify: 'region' is none of the choices\n  remedy: did you mean 'regions'?",
     ),
-    "verify without a run": ("kimi-k3 --verify all --no-run", "--no-run: checks of regions and end to end compute with real tensors"),
+    "verify without a run": (
+        "kimi-k3 --verify all --no-run",
+        "--no-run: checks of regions and end to end compute with real tensors",
+    ),
     "seed": ("kimi-k3 --seed -1", "--seed: -1 is not a whole number from 0"),
 }
 

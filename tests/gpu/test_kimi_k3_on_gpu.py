@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CONFIG = KimiK3Config.minimal().with_layers(6)
 """KDA with a dense MLP, KDA and MLA with experts, blocks written at layers 0 and 4"""
-NAMES = {"n_layers": 6, "n_kda_layers": 5, "n_moe_layers": 5}
+NAMES = CONFIG.counts()
 OPTIONS = {"pipeline": "kimi-k3-decode", "names": NAMES, "finalise": "eager"}
 
 
