@@ -42,7 +42,7 @@ VERIFY = {
     "all": (True, True),
 }
 FINALISE = ("inductor", "eager")
-OWN_NAMES = ("tp", "dcp", "target", "n_layers")
+OWN_NAMES = ("tp", "dcp", "rank", "target", "n_layers")
 """names for `expect` and `when` that need not be given; the number of layers is read off the module paths"""
 PLACE = "options of backend 'k3rewrite'"
 
@@ -72,8 +72,11 @@ class Backend:
             finalise=_choice(options, "finalise", dict(zip(FINALISE, FINALISE, strict=True))),  # type: ignore[arg-type]
         )
         self.target = load_target(self.pipeline.target)
-        parallel = self.pipeline.parallel
-        self.names: dict[str, Value] = {"tp": parallel.tp, "dcp": parallel.dcp, "target": self.target.name, **names}
+        self.rank, self.world = _ranks(self.pipeline.parallel.tp)
+        own: dict[str, Value] = {
+            "tp": self.world, "dcp": self.pipeline.parallel.dcp, "rank": self.rank, "target": self.target.name,
+        }  # fmt: skip
+        self.names = {**own, **names}
         self.dump = options.get("dump")
         if self.dump is not None and (not isinstance(self.dump, (str, os.PathLike)) or not os.fspath(self.dump)):
             raise ConfigError(f"dump is {self.dump!r}", place=PLACE, remedy="give the folder for dumps as a path")
@@ -92,6 +95,8 @@ class Backend:
                 model="torch.compile",
                 target=self.target.name,
                 pipeline=self.pipeline.name,
+                rank=self.rank,
+                world=self.world,
                 **describe_versions(),
             )
         )
@@ -124,6 +129,19 @@ def k3rewrite(
             remedy="leave 'mode' out; settings go into options={...}",
         )
     return Backend(options)(module, inputs)
+
+
+def _ranks(tp: int) -> tuple[int, int]:
+    """Rank and number of ranks of the process group, which must be what the pipeline's `parallel: {tp: N}` says."""
+    initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialised else (0, 1)
+    if tp not in (1, world):
+        raise ConfigError(
+            f"the pipeline is for tp {tp}, and the process group has {world} rank{'s' if world > 1 else ''}",
+            place=PLACE,
+            remedy=f"start {tp} processes with a process group, or take 'parallel' out of the pipeline",
+        )
+    return rank, world
 
 
 def _choice(options: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:

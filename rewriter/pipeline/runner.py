@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -160,11 +161,12 @@ class _GraphCost:
 
 
 def count_layers(graph: Graph) -> int:
-    """Number of distinct `layers.<i>` among the module paths of a graph; 0 if the model names its layers otherwise, and
-    then an expectation on `n_layers` is an error until the caller gives the number."""
+    """Number of distinct `layers.<i>` among the module paths of a graph; of layers inside of layers the outer ones."""
     found = set()
     for node in graph.nodes:
         parts = module_path(node).split(".")
-        if "layers" in parts[:-1]:
-            found.add(".".join(parts[: parts.index("layers") + 2]))
+        for position, (name, index) in enumerate(pairwise(parts)):
+            if name == "layers" and index.isdigit():
+                found.add(".".join(parts[: position + 2]))
+                break
     return len(found)
