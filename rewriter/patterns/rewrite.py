@@ -120,7 +120,7 @@ def _try(
     before = _place(old, match, ordered)
     if isinstance(before, Refusal):
         return before
-    if refusal := _impure(graph, ordered, before, writers):
+    if refusal := _impure(graph, match, ordered, before, writers):
         return refusal
     builder = Builder(graph, before, ordered, rule.name)
     kept = False
@@ -200,15 +200,25 @@ def _place(old: Mapping[str, Node], match: Match, ordered: Sequence[Node]) -> No
     return first
 
 
-def _impure(graph: Graph, ordered: Sequence[Node], before: Node, writers: Sequence[Node]) -> Refusal | None:
-    """Every node a plain value, and no write between them and the new place to anything that they read."""
+def _impure(
+    graph: Graph, match: Match, ordered: Sequence[Node], before: Node, writers: Sequence[Node]
+) -> Refusal | None:
+    """Every node a plain value, no write between them and the new place to anything that they read, and none to an
+    inner value before it is read."""
     for node in ordered:
         if (reason := effect(node)) is not None:
             return Refusal(f"{describe(node)} {reason}", node)
     if _none_between(writers, ordered[0], max(before, ordered[-1])):
         return None
-    objection = PurityIndex(graph).region_objection(ordered, before)
-    return Refusal(f"inside the match, {objection}", before) if objection else None
+    index = PurityIndex(graph)
+    if objection := index.region_objection(ordered, before):
+        return Refusal(f"inside the match, {objection}", before)
+    for node in ordered:
+        inner = [user for user in node.users if user in match.nodes]
+        writer = index.written_between(node, node, max(inner)) if inner else None
+        if writer is not None:
+            return Refusal(f"inside the match, {writer.name} writes {describe(node)} before it is read", writer)
+    return None
 
 
 def _reads(graph: Graph, rewrite: Rewrite, before: Node, writers: Sequence[Node]) -> Refusal | None:
@@ -242,13 +252,18 @@ def _aliases(graph: Graph, rewrite: Rewrite, writers: Sequence[Node]) -> Refusal
             if not StorageMap(graph).same_storage(old, existing):
                 return Refusal(f"the result is returned and would share storage with {describe(existing)}", old)
         last = max(reading, default=old)
-        if not _none_between(writers, existing, last):
+        if any(existing < w <= last for w in writers):
             index = PurityIndex(graph)
-            writer = index.written_between([existing, old], existing, last)
-            writes_last = last if last in writers else None
-            if (writer := writer or writes_last) is not None and not index.storage.same_storage(old, existing):
+            writer = index.written_between([existing, old], existing, last) or _writing(last, [existing, old], index)
+            if writer is not None and not index.storage.same_storage(old, existing):
                 return Refusal(f"{describe(writer)} writes while the result is read", writer)
     return None
+
+
+def _writing(node: Node, values: Sequence[Node], index: PurityIndex) -> Node | None:
+    """The node, if it writes storage of one of the values."""
+    written = writes(node)
+    return node if any(index.storage.same_storage(w, value) for w in written for value in values) else None
 
 
 def _existing(value: Node, made: Collection[Node]) -> Node | None:

@@ -238,6 +238,43 @@ def test_no_rewrite_across_a_write_to_what_it_reads(through: str) -> None:
     assert torch.equal(hand.run(module)[0][0], before[0][0])
 
 
+@pytest.mark.parametrize("through", ["itself", "a view"])
+def test_no_rewrite_if_an_inner_value_is_written_before_it_is_read(through: str) -> None:
+    """The sine is changed in place on its way to the cosine: the cast and the sine alone do not give it."""
+    hand = Hand()
+    sine = hand.call(SIN, hand.input("x", torch.randn(4)), line=1)
+    target = sine if through == "itself" else hand.call(aten.slice.Tensor, sine, 0, 0, 2)
+    hand.call(aten.add_.Tensor, target, 1, line=2)
+    module = hand.returns(hand.call(COS, sine, line=3))
+    for rule in (cos_of_sin(), cos_of_sin(_exposing, exposable=["anchor"])):
+        (reason,) = unchanged(module, rule)
+        assert "add__tensor writes sin 'sin_default'" in reason or "is also used by" in reason
+
+
+def test_a_cast_that_is_written_before_it_is_read_is_more_than_a_cast() -> None:
+    """A cast may have other users; one that changes it in place makes it another value."""
+    sine = call(SIN, Cast(Var("x"), "d"), name="anchor")
+
+    def build(match: Match, builder: Builder, exposed: frozenset[str]) -> Built:
+        return {"root": builder.call(EXP, builder.call(CAST, match["x"], dtype=match["d"]))}
+
+    for written in (True, False):
+        hand = Hand()
+        wide = hand.call(CAST, hand.input("x", torch.randn(3).bfloat16()), dtype=torch.float32)
+        if written:
+            hand.call(aten.add_.Tensor, wide, 2, line=5)
+        module = hand.returns(hand.call(COS, hand.call(SIN, wide)), hand.call(NEG, wide))
+        before = hand.run(module)[0]
+        report = rewritten(cos_of_sin(build, call(COS, sine)), module)
+        after = hand.run(module)[0]
+        assert torch.equal(before[1], after[1])
+        if written:  # the reading without the cast remains: it takes the changed value as its input
+            assert [s.policy for s in report.sites] in ([], ["exact"])
+            assert torch.equal(after[0], before[1].neg().exp()) or torch.equal(after[0], before[0])
+        else:
+            assert report.matched == 1
+
+
 def test_writes_elsewhere_and_before_and_after_do_no_harm() -> None:
     hand = Hand()
     x, other = hand.input("x", torch.randn(4)), hand.input("other", torch.randn(4))
@@ -351,7 +388,9 @@ def test_a_result_that_is_only_read_may_be_an_existing_value(build: Any) -> None
 
 
 @pytest.mark.parametrize("build", [_forwarding, _viewing])
-@pytest.mark.parametrize("written", ["the result", "the source", "the source, at the last read"])
+@pytest.mark.parametrize(
+    "written", ["the result", "the result, and nothing else", "the source", "the source, at the last read"]
+)
 def test_neither_is_written_while_the_other_is_read(build: Any, written: str) -> None:
     hand = Hand()
     x = hand.input("x", torch.randn(2, 3))
@@ -359,6 +398,8 @@ def test_neither_is_written_while_the_other_is_read(build: Any, written: str) ->
     if written == "the result":
         hand.call(aten.add_.Tensor, same, 5)
         result = hand.call(NEG, same)
+    elif written == "the result, and nothing else":
+        result = hand.call(aten.add_.Tensor, same, 5)
     elif written == "the source":
         hand.call(aten.add_.Tensor, x, 5)
         result = hand.call(NEG, same)
@@ -370,6 +411,16 @@ def test_neither_is_written_while_the_other_is_read(build: Any, written: str) ->
     (reason,) = unchanged(module, cos_of_sin(build, ONE, anchors=[aten.mul.Tensor]))
     assert "writes while the result is read" in reason
     assert all(torch.equal(a, b) for a, b in zip(hand.run(module)[1], before[1], strict=True))
+
+
+def test_a_result_that_is_copied_into_something_else_may_be_an_existing_value() -> None:
+    hand = Hand()
+    x, y = hand.input("x", torch.randn(3)), hand.input("y", torch.randn(3))
+    hand.call(aten.copy_.default, y, hand.call(aten.mul.Tensor, x, 1))
+    module = hand.returns(hand.call(NEG, x))
+    assert rewritten(cos_of_sin(_forwarding, ONE, anchors=[aten.mul.Tensor]), module).matched == 1
+    (_,), (x_value, y_value) = hand.run(module)
+    assert torch.equal(x_value, y_value)
 
 
 def test_a_view_may_become_another_view_of_the_same() -> None:
