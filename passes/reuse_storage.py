@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.fx import GraphModule
 
@@ -54,7 +54,9 @@ class ReuseStoragePass(Pass):
 
         for record in reuse_storage(module, bound, make_variant=variant_of):
             report.candidates += 1
-            where = {"site": record.node, "source": record.source, "module": modules.get(record.node, "")}
+            where: dict[str, Any] = {
+                "site": record.node, "source": record.source, "module": modules.get(record.node, ""),
+            }  # fmt: skip
             if record.done:
                 report.matched += 1
                 report.sites.append(Site(replaced_by=f"writes '{record.argument}' in place", **where))
