@@ -33,6 +33,7 @@ class SelectPass(Pass):
     """Bind each k3:: op to the kernel of the target with the smallest estimated time."""
 
     name: ClassVar[str] = "select"
+    binds_kernels: ClassVar[bool] = True
 
     language: Language = "auto"
     """auto: whatever is estimated fastest; triton or hip: kernels in that language only"""

@@ -107,6 +107,16 @@ def emulated_rounding(enabled: bool) -> Iterator[None]:
         yield
 
 
+def eager_random() -> AbstractContextManager[Any]:
+    """Random ops draw from torch's generator, in the order of the graph, as eager does.
+
+    Must be active while ops are expanded (the table of `inductor_decompositions` depends on it) and while Inductor
+    compiles. Inductor's own generator is given to them by the joint-graph passes only, which do not run here: without
+    this, lowering `rand` is an error.
+    """
+    return inductor_options({"fallback_random": True})
+
+
 ROUNDING_MARK = "low_precision_pointwise_barrier"
 """node.meta key by which Inductor knows that eager would have rounded here. (2.9+)"""
 
@@ -180,18 +190,27 @@ def aot_module_simplified(
     module: GraphModule,
     example_inputs: Sequence[Any],
     compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    training_compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Functionalise `module` and hand the ATen graph to `compiler`; input writes stay as trailing `copy_` nodes.
 
-    2.11 and 2.13 differ in keyword arguments that are not used here.
+    A graph of which something needs a gradient goes to `training_compiler` instead: AOTAutograd knows it when the graph
+    is traced (gradients may be switched within a model). 2.11 and 2.13 differ in keyword arguments that are not used
+    here.
     """
     from torch._functorch.aot_autograd import aot_module_simplified as aot
 
     table = dict(decompositions) if decompositions is not None else None
     hook: Any = compiler  # the hook's type names its parameters, and they differ between versions
+    training_hook: Any = training_compiler
     return aot(
-        module, list(example_inputs), fw_compiler=hook, decompositions=table, keep_inference_input_mutations=True
+        module,
+        list(example_inputs),
+        fw_compiler=training_hook,
+        inference_compiler=hook,
+        decompositions=table,
+        keep_inference_input_mutations=True,
     )
 
 

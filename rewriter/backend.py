@@ -30,7 +30,7 @@ from k3rewrite.passes import PASSES
 from k3rewrite.pipeline.config import load_pipeline
 from k3rewrite.pipeline.expressions import Value
 from k3rewrite.report.run_folder import RunFolder
-from k3rewrite.report.schema import RunInfo, RunReport
+from k3rewrite.report.schema import UNFINISHED, RunInfo, RunReport
 from k3rewrite.report.versions import describe_versions
 from k3rewrite.targets import known_targets, load_target
 
@@ -98,7 +98,8 @@ class Backend:
                 rank=self.rank,
                 world=self.world,
                 **describe_versions(),
-            )
+            ),
+            error=UNFINISHED,
         )
         self.reports.append(report)
         folder = RunFolder.create(self.dump) if self.dump is not None else None
@@ -108,10 +109,13 @@ class Backend:
         compilation = Compilation(self.pipeline, self.target, report, self.names, folder)
         try:
             compilation.rewrite_dynamo(module)
-            return lower(module, inputs, compilation)
+            compiled = lower(module, inputs, compilation)
         except K3RewriteError as error:
             compilation.failed(error)
             raise
+        report.error = ""
+        compilation.write_report()
+        return compiled
 
 
 def k3rewrite(

@@ -119,7 +119,7 @@ class Compilation:
         module, timings = captured.module, self.report.timings
         end_to_end = None
         if self.pipeline.verify.end_to_end and self.run:
-            end_to_end = EndToEndCheck(captured.fresh(), self._verified)
+            end_to_end = EndToEndCheck(captured.fresh(), self._verified, self.report.notes)
         dumper = _Timed(Dumper(self.folder, self.pipeline.dump, module))
         run_pipeline(
             module, self.passes, self._context(), self.names, self.report.passes,

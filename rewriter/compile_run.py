@@ -17,12 +17,12 @@ import torch
 from k3rewrite._torch_private import FakeTensorMode
 from k3rewrite.capture import dynamo, lower, run_captured
 from k3rewrite.compilation import Compilation, Progress, Rewritten
-from k3rewrite.errors import ConfigError
+from k3rewrite.errors import ConfigError, K3RewriteError
 from k3rewrite.factory import build_from_factory
 from k3rewrite.pipeline.expressions import Value
 from k3rewrite.ranks import rank_group
 from k3rewrite.report.run_folder import RunFolder
-from k3rewrite.report.schema import RunInfo, RunReport
+from k3rewrite.report.schema import UNFINISHED, RunInfo, RunReport
 from k3rewrite.report.versions import describe_versions
 from k3rewrite.request import KIMI_K3, CompileRequest
 from k3rewrite.targets import Target, load_target, machine_arch
@@ -33,22 +33,28 @@ Built = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 def compile_model(request: CompileRequest, progress: Progress = lambda text: None) -> RunReport:
     """Compile what `request` names; `progress` is told each stage.
 
-    Raises the errors of `k3rewrite.errors`; the report is on disk by then, with the error in it.
+    Raises the errors of `k3rewrite.errors`. A model that cannot be built leaves no run folder; after that the report is
+    on disk, with the error that ended the run in it.
     """
     started = time.perf_counter()
     target = load_target(request.target)
     config = _kimi_config(request) if request.model == KIMI_K3 else None
-    report = RunReport(info=_info(request, target))
-    folder = RunFolder.create(request.out)
-    report.folder = folder.path
-    folder.write("pipeline.yaml", request.pipeline.to_yaml())
     names = {**_run_names(request, target), **(config.counts() if config is not None else {})}
-    compilation = Compilation(request.pipeline, target, report, names, folder, request.run, progress)
     with rank_group(request.rank, request.tp) as group, _tensors(request.run):
         progress("build the model")
         model, args, kwargs = _build(request, config, group, _device(request, target))
+        report = RunReport(info=_info(request, target), error=UNFINISHED)
+        folder = RunFolder.create(request.out)
+        folder.write("pipeline.yaml", request.pipeline.to_yaml())
+        compilation = Compilation(request.pipeline, target, report, names, folder, request.run, progress)
+        compilation.write_report()
         progress("trace")
-        _compile(compilation, model, args, kwargs)
+        try:
+            _compile(compilation, model, args, kwargs)
+        except K3RewriteError as error:
+            compilation.failed(error)
+            raise
+    report.error = ""
     report.timings.total_s = time.perf_counter() - started
     compilation.write_report()
     return report

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,23 +53,66 @@ def build_from_factory(
 ) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Call the factory with those of `settings` that it takes, and check that it returns (module, args, kwargs)."""
     factory = load_factory(spec)
-    parameters = inspect.signature(factory).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    place = f"model {spec}"
+    parameters = _parameters(factory, place)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    taken = {p.name for p in parameters if p.kind in _BY_NAME}
     for name in sorted(asked):
-        if name not in parameters and not takes_any:
+        if name not in taken and not takes_any:
             raise ConfigError(
                 f"the factory takes no '{name}'",
                 place=f"--{name}",
                 remedy=f"leave the flag out, or add '{name}' to {spec}",
             )
-    result = factory(**{name: value for name, value in settings.items() if name in parameters or takes_any})
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)]
+    if missing := [p.name for p in needed if p.name not in taken or p.name not in settings]:
+        raise ConfigError(
+            f"the factory needs {', '.join(missing)}, which no flag gives",
+            place=place,
+            remedy=f"give {'it a default' if len(missing) == 1 else 'them defaults'}; "
+            f"what a factory can be given, by name: {', '.join(settings)}",
+        )
+    result = factory(**{name: value for name, value in settings.items() if name in taken or takes_any})
     if isinstance(result, tuple) and len(result) == 3:
         module, args, kwargs = result
         if isinstance(module, torch.nn.Module) and isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping):
+            _check_call(module, args, kwargs, place)
             return module, tuple(args), dict(kwargs)
     found = (
         f"a tuple ({', '.join(type(r).__name__ for r in result)})"
         if isinstance(result, tuple)
         else type(result).__name__
     )
-    raise ConfigError(f"the factory returned {found}", place=f"model {spec}", remedy="return (module, args, kwargs)")
+    raise ConfigError(f"the factory returned {found}", place=place, remedy="return (module, args, kwargs)")
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _parameters(factory: Callable[..., Any], place: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(factory).parameters.values())
+    except ValueError:  # a function of C
+        raise ConfigError(
+            "it does not say which parameters it has", place=place, remedy="name a function written in Python"
+        ) from None
+
+
+def _check_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[Any, Any], place: str) -> None:
+    """`ConfigError` if the model cannot be called so: Dynamo would report it as a fault inside of torch."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            "the factory returned a TorchScript module, which cannot be captured",
+            place=place,
+            remedy="return the module that it was made from",
+        )
+    if wrong := [key for key in kwargs if not isinstance(key, str)]:
+        raise ConfigError(f"the keyword {wrong[0]!r} is no text", place=place, remedy="name the keyword arguments")
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(module).__name__} does not take the arguments that the factory returned: {error}",
+            place=place,
+            remedy="return the arguments of its forward method",
+        ) from None

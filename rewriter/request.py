@@ -132,8 +132,9 @@ def resolve_request(
     _check_model(model)
     shapes = {"phase": phase, "batch": batch, "tokens": tokens, "context": context, "dtype": dtype, "seed": seed}
     given = frozenset(name for name, value in shapes.items() if value is not None)
-    phase = _choice("--phase", phase or "decode", PHASES)
-    dtype = _choice("--dtype", DTYPE_ALIASES.get(dtype or "", dtype or "bfloat16"), DTYPES)
+    phase = _choice("--phase", "decode" if phase is None else phase, PHASES)
+    dtype = "bfloat16" if dtype is None else DTYPE_ALIASES.get(dtype, dtype)
+    dtype = _choice("--dtype", dtype, DTYPES)
     if verify is not None:
         verify = _choice("--verify", verify, VERIFY_CHOICES)
     config = _check_config(config, own_model)
@@ -157,7 +158,7 @@ def resolve_request(
         )
     if context + tokens > MAX_TOKENS:
         raise ConfigError(f"context + tokens is {context + tokens}", place="--context", remedy=f"at most {MAX_TOKENS}")
-    seed = _whole("--seed", seed or 0, 0, 2**63 - 1)
+    seed = _whole("--seed", 0 if seed is None else seed, 0, 2**63 - 1)
     if target is not None and not is_known_target(target, (*targets, AUTO_TARGET)):
         raise ConfigError(
             f"unknown target '{target}'", place="--target", remedy=did_you_mean(target, (*targets, AUTO_TARGET))
@@ -247,7 +248,8 @@ def _check_out(out: Path) -> Path:
 def _choice(flag: str, value: str, choices: Iterable[str]) -> str:
     choices = tuple(choices)
     if value not in choices:
-        remedy = f"{did_you_mean(value, choices)} Choices: {', '.join(choices)}"
+        near = get_close_matches(value, choices, n=1)
+        remedy = f"did you mean '{near[0]}'?" if near else f"give one of {', '.join(choices)}"
         raise ConfigError(f"'{value}' is none of the choices", place=flag, remedy=remedy)
     return value
 

@@ -8,6 +8,7 @@ known to be irrelevant to it. Anything else is an error, and all errors of a fil
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from os import PathLike
@@ -135,7 +136,7 @@ def _take(
 
 def _typed(value: Any, type_name: str) -> tuple[bool, str, Any]:
     """(fits, what is wanted, the value as the dataclass holds it). A bool is no number here."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if type_name == "int":
         return number and isinstance(value, int), "an integer", value
     if type_name == "bool":
@@ -155,8 +156,14 @@ def _experts(quantisation: Any, problems: list[str]) -> str:
     if not isinstance(quantisation, Mapping):
         problems.append("quantization_config is no mapping")
         return "bf16"
+    weights = []
     groups = quantisation.get("config_groups") or {}
-    weights = [group.get("weights") or {} for group in groups.values() if isinstance(group, Mapping)]
+    for group in groups.values() if isinstance(groups, Mapping) else [groups]:
+        described = group.get("weights") or {} if isinstance(group, Mapping) else group
+        if isinstance(described, Mapping):
+            weights.append(described)
+        else:
+            problems.append("quantization_config.config_groups must be a mapping of groups, each with its 'weights'")
     if quantisation.get("format") != "mxfp4-pack-quantized":
         problems.append(
             f"quantization_config.format is {quantisation.get('format')!r}, must be 'mxfp4-pack-quantized' (or absent)"

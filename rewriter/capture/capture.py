@@ -53,16 +53,17 @@ def lower(module: GraphModule, inputs: Sequence[Any], compiler: AtenCompiler) ->
 
     Raises CaptureError when the graph needs gradients: this project compiles for inference.
     """
-    if torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs):
+
+    def receive(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compiler(Captured(aten, tuple(aten_inputs), private.static_input_indices()))
+
+    def refuse(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:
         raise CaptureError(
             "the model is compiled with gradients enabled",
             remedy="call it under torch.no_grad() or torch.inference_mode()",
         )
 
-    def receive(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compiler(Captured(aten, tuple(aten_inputs), private.static_input_indices()))
-
-    return private.aot_module_simplified(module, inputs, receive)
+    return private.aot_module_simplified(module, inputs, receive, refuse)
 
 
 def capture(
@@ -104,7 +105,7 @@ def run_captured(
     """Call the model compiled whole with `backend`; errors of tracing become CaptureError, `stop` ends quietly."""
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), dynamo.quiet_shape_functions():
             return compiled(*args, **kwargs)
     except dynamo.DYNAMO_ERRORS as error:
         inner = dynamo.inner_exception(error)

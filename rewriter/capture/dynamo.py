@@ -6,6 +6,10 @@ torch._dynamo.exc.Unsupported("Data-dependent branching ... File "net.py", line 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
@@ -33,12 +37,33 @@ def capture_error(error: Exception) -> CaptureError:
     head, _, trace = text.partition("from user code:")
     lines = [line.strip() for line in head.strip().splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
-    # an exception of the user's own is named only here: "raised exception ValueError(...)"
-    label = "Developer debug context:" if reason == "Observed exception" else "Explanation:"
-    explanation = next((line.removeprefix(label).strip() for line in lines if line.startswith(label)), "")
     place = trace_source_line(trace) if trace else UNKNOWN_SOURCE
+    where = None if place == UNKNOWN_SOURCE else place
+    explanation = _labelled(lines, "Explanation:")
+    if reason == "Observed exception":  # "Developer debug context: raised exception ValueError('...')"
+        raised = _labelled(lines, "Developer debug context:").removeprefix("raised exception ")
+        return CaptureError(f"the model raises {raised}", place=where, remedy="correct the model or its inputs")
     return CaptureError(
         f"the model cannot be captured as one graph: {reason}. {explanation}",
-        place=None if place == UNKNOWN_SOURCE else place,
+        place=where,
         remedy="rewrite that line without the construct, or compile the part of the model around it",
     )
+
+
+def _labelled(lines: list[str], label: str) -> str:
+    return next((line.removeprefix(label).strip() for line in lines if line.startswith(label)), "")
+
+
+@contextmanager
+def quiet_shape_functions() -> Iterator[None]:
+    """Keep torch from logging the traceback of a shape function that fails: the error is reported once, as ours."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def unwanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("failed while attempting to run meta")
+
+    logger.addFilter(unwanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(unwanted)

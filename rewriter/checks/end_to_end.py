@@ -7,6 +7,7 @@
 Expert choices flip between precisions where two scores are nearly tied, and then two correct runs differ in every
 digit. So the compiled graph also returns its choices, each run is measured against exact arithmetic with its own
 choices, and choices that are further from the best ones of exact arithmetic than eager's are an error by itself.
+A model that draws random numbers gets the same ones in every run.
 
 Each output must satisfy the rule of `errors.py`. Of the updated states there are dozens, and the ratio of two correct
 runs' errors scatters from one to the next: together they must satisfy it, and each one twice the ratio.
@@ -15,8 +16,8 @@ runs' errors scatters from one to the next: together they must satisfy it, and e
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from torch.fx import GraphModule, Node
 
 from k3rewrite._torch_private import make_boxed
 from k3rewrite.capture import Captured
-from k3rewrite.checks.errors import FACTOR, FLOORS, Error, acceptable, measure_both, pooled
+from k3rewrite.checks.errors import FACTOR, Error, acceptable, floor_of, is_inexact, measure_both, pooled
 from k3rewrite.checks.precise import DecisionInterpreter, decision_nodes
 from k3rewrite.errors import VerificationError
+from k3rewrite.graph.provenance import origin_names
 from k3rewrite.report.schema import EndToEnd
 
 STATE = "updated input"
@@ -45,19 +47,26 @@ class EndToEndCheck:
     """Checks a compiled graph on its first call; `result` is filled then, and `done` called with it. A graph that has
     failed is never run again: every later call raises the same error.
 
-    `original` is the captured graph before any pass; `outputs` the number of its outputs.
+    `original` is the captured graph before any pass; `notes` gets what is to be known about the check.
     """
 
     original: Captured
     done: Callable[[EndToEnd], None]
+    notes: list[str] = field(default_factory=list)
     result: EndToEnd | None = None
     failure: VerificationError | None = None
+    _exposed: list[bool] | None = field(default=None, init=False)
+    """for each choice of the original, whether the compiled graph returns it; all, in order, if nothing is known"""
 
     def expose_choices(self, module: GraphModule) -> None:
-        """Append the expert choices of the rewritten graph to its outputs."""
+        """Append the expert choices of the rewritten graph to its outputs, in the order of the original's: a router
+        that was rewritten may stand elsewhere than its top-k stood."""
         graph = module.graph
         output = graph.output_node()
-        choices = [_ids(n) for n in decision_nodes(module)]
+        made = {name: node for node in decision_nodes(module) for name in (*origin_names(node), node.name)}
+        found = [made.get(node.name) for node in decision_nodes(self.original.module)]
+        self._exposed = [node is not None for node in found]
+        choices = [_ids(node) for node in found if node is not None]
         output.args = ((*output.args[0], *choices),)  # type: ignore[misc]
         module.recompile()
 
@@ -79,17 +88,23 @@ class EndToEndCheck:
         mutated = _mutated(module)
         before = [v.clone() if i in mutated and isinstance(v, Tensor) else v for i, v in enumerate(inputs)]
         eager_inputs = [v.clone() if i in mutated else v for i, v in enumerate(before)]
+        draws = _generator_states(inputs)
         eager = DecisionInterpreter(module, wide=False)
         eager_outputs = eager.run_on(eager_inputs)[:count]
+        _set_generators(draws)
         outputs = tuple(compiled(list(inputs)))
-        outputs, choices = outputs[:count], list(outputs[count:])
+        outputs, choices = outputs[:count], self._choices(outputs[count:])
+        drawn = _generator_states(inputs)
+        _set_generators(draws)
         exact_eager, eager_margin = self._exact(before, mutated, eager.routes.ids, count)
+        _set_generators(draws)
         exact, margin = self._exact(before, mutated, choices, count)
+        _set_generators(drawn)
         old = _values(eager_outputs, eager_inputs, mutated)
         new = _values(outputs, inputs, mutated)
         labels = [f"output {i}" for i in range(count)] + [f"{STATE} {i}" for i in sorted(mutated)]
         self.result, problems = _judge(labels, old, new, exact_eager, exact)
-        floor = max((FLOORS.get(v.dtype, 0.0) for v in outputs if isinstance(v, Tensor)), default=0.0)
+        floor = max((floor_of(v.dtype) for v in outputs if isinstance(v, Tensor)), default=0.0)
         if margin > FACTOR * eager_margin + NEAR_TIE_FLOORS * floor:
             problems.append(
                 f"experts were chosen whose scores lie {margin:.3f} of the spread below the best; eager's choices lie "
@@ -109,12 +124,23 @@ class EndToEndCheck:
             raise self.failure
         return outputs
 
+    def _choices(self, returned: Sequence[Tensor]) -> list[Tensor | None]:
+        """What the compiled graph chose at each decision of the original; None where it no longer says."""
+        if self._exposed is None:
+            return list(returned)
+        each = iter(returned)
+        return [next(each) if exposed else None for exposed in self._exposed]
+
     def _exact(
-        self, before: Sequence[Any], mutated: frozenset[int], choices: Sequence[Tensor], count: int
+        self, before: Sequence[Any], mutated: frozenset[int], choices: Sequence[Tensor | None], count: int
     ) -> tuple[list[Any], float]:
         exact = DecisionInterpreter(self.original.module, wide=True, forced=choices)
         inputs = list(before)
         outputs = exact.run_on(inputs)[:count]
+        for op in exact.not_wide:
+            note = f"the fp64 run of the end-to-end check ran {op}, which takes no fp64, in the model's dtype"
+            if note not in self.notes:
+                self.notes.append(note)
         margin = max(exact.routes.margins, default=0.0)
         return _values(outputs, exact.inputs, mutated), margin
 
@@ -127,20 +153,20 @@ def _judge(
     states: list[tuple[Error, Error, torch.dtype]] = []
     largest_old, largest_new, device = 0.0, 0.0, "cpu"
     for label, a, b, exact_a, exact_b in zip(labels, old, new, exact_old, exact_new, strict=True):
-        if not isinstance(a, Tensor):
+        if not isinstance(a, Tensor) or (b is None and a.numel() == 0):  # the latter is an effect token
             continue
         device = torch.cuda.get_device_name(b.device) if b.is_cuda else device
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             problems.append(f"{label} is {b.dtype} {list(b.shape)}, eager gives {a.dtype} {list(a.shape)}")
-        elif not a.dtype.is_floating_point:
+        elif not is_inexact(a.dtype):
             if not torch.equal(a, b):
                 problems.append(f"{label} (integers) differs from eager")
         else:
             error_old, error_new = measure_both(a, exact_a, b, exact_b)
             if not error_old.rms <= MAX_EAGER_ERROR:
                 problems.append(
-                    f"{label} cannot be judged: eager itself is {error_old.rms:.2e} from fp64 (random numbers in the "
-                    "model, or values that overflow)"
+                    f"{label} cannot be judged: eager itself is {error_old.rms:.2e} from fp64 (values that overflow, "
+                    "vanish or cancel)"
                 )
                 continue
             largest_old, largest_new = max(largest_old, error_old.rms), max(largest_new, error_new.rms)
@@ -153,7 +179,7 @@ def _judge(
                     f"{error_old.rms:.2e} ({error_old.worst:.2e})"
                 )
     all_old, all_new = pooled([s[0] for s in states]), pooled([s[1] for s in states])
-    if states and not acceptable(all_new, all_old, max((s[2] for s in states), key=lambda d: FLOORS.get(d, 0.0))):
+    if states and not acceptable(all_new, all_old, max((s[2] for s in states), key=floor_of)):
         problems.append(f"the updated inputs together have error {all_new.rms:.2e}, eager {all_old.rms:.2e}")
     return EndToEnd(not problems, largest_new, largest_old, device), problems
 
@@ -167,6 +193,20 @@ def _mutated(module: GraphModule) -> frozenset[int]:
     placeholders = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
     written = [n.args[0] for n in module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
     return frozenset(placeholders[n] for n in written if n in placeholders)  # type: ignore[index]
+
+
+def _generator_states(inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """State of the random generator of the CPU and of each GPU that holds an input."""
+    devices = {str(v.device) for v in inputs if isinstance(v, Tensor) and v.is_cuda}
+    return {"cpu": torch.get_rng_state(), **{d: torch.cuda.get_rng_state(d) for d in sorted(devices)}}
+
+
+def _set_generators(states: Mapping[str, Tensor]) -> None:
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
 
 
 def _ids(node: Node) -> Node:

@@ -2,7 +2,7 @@
 
     rms    = rms(y - y64) / rms(y64)          worst = max |y - y64| / rms(y64)       against an fp64 run of the original
     accept = rms(new) <= 1.5 * rms(old) + floor  and  worst(new) <= 3 * worst(old) + 8 * floor
-    floor    1e-6 in fp32, 2e-3 in bf16, 1e-12 in fp64
+    floor    1e-6 in fp32, 2e-3 in bf16, 1e-12 in fp64; eps / 2 in fp8
 
 Errors are compared, not closeness: a rewrite may be nearer to exact arithmetic than what it replaces. The worst element
 is looked at too, because one wrong element in a million does not move the root mean square; a maximum scatters more
@@ -42,7 +42,7 @@ def measure(value: Tensor, exact: Tensor) -> Error:
         return Error(math.inf, math.inf)
     if exact.numel() == 0:
         return Error(0.0, 0.0)
-    wide, exact = value.detach().double().cpu(), exact.detach().double().cpu()
+    wide, exact = _wide(value), _wide(exact)
     if bool(_other_kind(wide, exact).any()):
         return Error(math.inf, math.inf)
     finite = torch.isfinite(exact)
@@ -58,8 +58,29 @@ def measure_both(old: Tensor, exact_old: Tensor, new: Tensor, exact_new: Tensor)
     it should be: what overflows in the original must not hide what is wrong elsewhere in the new one."""
     if not old.shape == new.shape == exact_old.shape == exact_new.shape:
         return measure(old, exact_old), measure(new, exact_new)
+    old, exact_old, new, exact_new = (_wide(value) for value in (old, exact_old, new, exact_new))
     sound = ~_other_kind(old, exact_old)
     return measure(old[sound], exact_old[sound]), measure(new[sound], exact_new[sound])
+
+
+def _wide(value: Tensor) -> Tensor:
+    """As fp64 on the CPU (fp8 can do little more than be converted); a complex number as its two parts."""
+    value = value.detach()
+    return (torch.view_as_real(value.to(torch.complex128).resolve_conj()) if value.is_complex() else value.double()).cpu()
+
+
+def floor_of(dtype: torch.dtype) -> float:
+    """The floor of results of `dtype`; a complex one has that of its parts."""
+    if dtype.is_complex:
+        dtype = torch.float64 if dtype == torch.complex128 else torch.float32
+    if dtype in FLOORS or not dtype.is_floating_point:
+        return FLOORS.get(dtype, 0.0)
+    return torch.finfo(dtype).eps / 2
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """True for dtypes whose values are rounded, and are therefore measured and not compared bit by bit."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _other_kind(value: Tensor, exact: Tensor) -> Tensor:
@@ -81,7 +102,7 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 def acceptable(new: Error, old: Error, dtype: torch.dtype, factor: float = FACTOR) -> bool:
     """True if the new error is within the rule for results of `dtype`."""
-    floor = FLOORS.get(dtype, 0.0)
+    floor = floor_of(dtype)
     rms = new.rms <= factor * old.rms + floor
     return rms and new.worst <= 2 * factor * old.worst + WORST_FLOORS * floor
 

@@ -2,7 +2,10 @@
 
     y = _to_copy(mm(x, w), dtype=bfloat16)      run on x.double(), w.double() with dtype=float64
 
-Every floating input becomes fp64 and every floating dtype in an argument too, so no rounding of the model remains.
+Every floating input becomes fp64 and every floating dtype in an argument too, so no rounding of the model remains;
+complex ones likewise. Three kinds of op run in the dtypes of the graph instead: one that looks at bits (`view` as another
+dtype), one that draws random numbers (fp64 would draw others), and one that has no fp64 form.
+
 Decisions must not flip between precisions: the expert ids of `top-k` and `k3::route` can be recorded in one run and
 forced in another, and the margin by which a forced decision disagrees with the scores is reported.
 """
@@ -16,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 TOPK = torch.ops.aten.topk.default
+BITS = torch.ops.aten.view.dtype
 WIDE = torch.float64
+WIDE_COMPLEX = torch.complex128
 
 
 @dataclass
@@ -32,11 +37,16 @@ class Routes:
 
 
 class DecisionInterpreter(Interpreter):
-    """Runs a graph as it is (`wide=False`) or in fp64, recording or forcing its decisions."""
+    """Runs a graph as it is (`wide=False`) or in fp64, recording or forcing its decisions.
 
-    def __init__(self, module: GraphModule, *, wide: bool, forced: Sequence[Tensor] | None = None) -> None:
+    `forced` has one entry for each decision in graph order; None leaves that one to the run. `not_wide` are the ops
+    that a wide run found no fp64 form of.
+    """
+
+    def __init__(self, module: GraphModule, *, wide: bool, forced: Sequence[Tensor | None] | None = None) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.wide, self.forced, self.routes = wide, forced, Routes()
+        self.not_wide: dict[str, None] = {}
 
     def run_on(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
         """Outputs for real inputs; in-place updates go to the tensors given (clone them first)."""
@@ -46,29 +56,49 @@ class DecisionInterpreter(Interpreter):
             result = self.run(*values)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
+    def run_node(self, n: Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # type: ignore[override]
-        if self.wide:
-            args, kwargs = _wide_dtypes(args), _wide_dtypes(dict(kwargs))
-            if target is torch.ops.aten._grouped_mm.default:
-                return grouped_mm(*args, **kwargs)
-        result = super().call_function(target, args, dict(kwargs))
+        result = self._wide_call(target, args, kwargs) if self.wide else super().call_function(target, args, dict(kwargs))
         if target is TOPK:
             result = self._decide((result[0], result[1]), *args, **kwargs)
         elif is_route(target):
             weights, ids = result
-            if self.forced is not None:
-                weights, ids = _forced_route(target, args, self._take(ids))
+            if (chosen := self._take(ids)) is not None:
+                weights, ids = _forced_route(target, _wide_dtypes(args) if self.wide else args, chosen)
             self.routes.ids.append(ids)
             result = (weights, ids)
         return result
+
+    def _wide_call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if target is torch.ops.aten._grouped_mm.default:
+            return grouped_mm(*_wide_dtypes(args), **_wide_dtypes(dict(kwargs)))
+        if target is BITS or _draws(target):
+            return self._call_as_captured(target)
+        try:
+            result = super().call_function(target, _wide_dtypes(args), _wide_dtypes(dict(kwargs)))
+        except RuntimeError:  # "not implemented for 'Double'", or a kernel that takes some dtypes only
+            if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+                raise
+            result = self._call_as_captured(target)
+            self.not_wide[str(target)] = None
+        return map_aggregate(result, _widened_result)  # a factory without a dtype gives the default one
+
+    def _call_as_captured(self, target: Any) -> Any:
+        """The current node on values of the dtypes that the graph has there."""
+        args, kwargs = map_arg((self.node.args, self.node.kwargs), lambda n: _narrowed(self.env[n], n.meta.get("val")))
+        return map_aggregate(super().call_function(target, args, dict(kwargs)), _widened_result)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return widened(value) if self.wide else value
 
-    def _take(self, own: Tensor) -> Tensor:
-        assert self.forced is not None
-        return self.forced[len(self.routes.ids)].to(own.device)
+    def _take(self, own: Tensor) -> Tensor | None:
+        """What is forced on the decision at hand, if anything is."""
+        chosen = self.forced[len(self.routes.ids)] if self.forced is not None else None
+        return None if chosen is None else chosen.to(own.device)
 
     def _decide(
         self,
@@ -80,8 +110,7 @@ class DecisionInterpreter(Interpreter):
         sorted: bool = True,
     ) -> tuple[Tensor, Tensor]:
         values, ids = own
-        if self.forced is not None and k > 0:
-            chosen = self._take(ids)
+        if (chosen := self._take(ids)) is not None and k > 0:
             taken = scores.gather(dim, chosen)
             spread = (scores.amax(dim) - scores.amin(dim)).clamp_min(torch.finfo(torch.float32).tiny)
             lost = values.amin(dim) - taken.amin(dim) if largest else taken.amax(dim) - values.amax(dim)
@@ -120,17 +149,36 @@ def _forced_route(target: Any, args: tuple[Any, ...], ids: Tensor) -> tuple[Tens
 
 
 def widened(value: Any) -> Any:
-    """fp64 copy of a floating tensor; everything else as it is (integer tensors are cloned)."""
+    """fp64 copy of a floating tensor, complex128 of a complex one; everything else as it is (integers are cloned)."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(WIDE) if value.dtype.is_floating_point and value.dtype != WIDE else value.clone()
+    wide = _wide_dtype(value.dtype)
+    return value.to(wide) if wide != value.dtype else value.clone()
+
+
+def _widened_result(value: Any) -> Any:
+    """As `widened`, but what is wide already stays the tensor that it is."""
+    return value.to(_wide_dtype(value.dtype)) if isinstance(value, Tensor) else value
+
+
+def _narrowed(value: Any, captured: Any) -> Any:
+    if isinstance(value, (tuple, list)) and isinstance(captured, (tuple, list)):
+        return type(value)([_narrowed(v, c) for v, c in zip(value, captured, strict=True)])
+    both = isinstance(value, Tensor) and isinstance(captured, Tensor)
+    return value.to(captured.dtype) if both else value
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return WIDE if dtype.is_floating_point else WIDE_COMPLEX if dtype.is_complex else dtype
 
 
 def _wide_dtypes(arguments: Any) -> Any:
-    return map_aggregate(
-        arguments,
-        lambda a: WIDE if isinstance(a, torch.dtype) and a.is_floating_point else a,  # type: ignore[arg-type]
-    )
+    return map_aggregate(arguments, lambda a: _wide_dtype(a) if isinstance(a, torch.dtype) else a)
+
+
+def _draws(target: Any) -> bool:
+    """True for an op that takes random numbers from the generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:

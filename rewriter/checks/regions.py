@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from k3rewrite._torch_private import no_modes
-from k3rewrite.checks.errors import acceptable, measure_both
+from k3rewrite.checks.errors import acceptable, is_inexact, measure_both
 from k3rewrite.checks.precise import DecisionInterpreter
 from k3rewrite.patterns.rewrite import Rewrite, SiteCheck
 from k3rewrite.patterns.rule import Refusal
@@ -70,7 +70,7 @@ def compare(name: str, old: Any, new: Any, exact: Any) -> str | None:
         return next((reason for reason in reasons if reason), None)
     if not isinstance(old, Tensor):
         return None if old == new else f"output '{name}': {old} became {new}"
-    if not old.dtype.is_floating_point:
+    if not is_inexact(old.dtype):
         return None if torch.equal(old, new) else f"output '{name}': integer results differ"
     error_old, error_new = measure_both(old, exact, new, exact)
     if acceptable(error_new, error_old, new.dtype):
@@ -149,7 +149,10 @@ def _path_to(wanted: set[Node], node: Node, levels: int) -> set[Node]:
 
 def _region(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
     graph = Graph()
-    copies: dict[Node, Node] = {n: graph.placeholder(n.name) for n in inputs}
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = node.meta.get("val")
     for node in nodes:
         if node not in copies:
             copies[node] = graph.node_copy(node, _lookup(copies))

@@ -62,7 +62,7 @@ def finalise_inductor(
     mode = private.graph_fake_mode(module.graph) or private.detect_fake_mode(example_inputs)
     if keep_roundings:
         mark_roundings(module.graph)
-    with private.emulated_rounding(keep_roundings):
+    with private.emulated_rounding(keep_roundings), private.eager_random():
         expansion = decompose(module, ops or {}, private.inductor_decompositions())
         eliminate_dead_code(module.graph)
         hazards = keep_reads_before_writes(module)

@@ -33,7 +33,7 @@ class OverlapCheck:
         static = set(static_inputs) - set(self.written)
         self.tensors = [i for i, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
         self._watched = [i for i in self.tensors if i not in static]
-        self._checked: tuple[int, ...] | None = None
+        self._checked: tuple[tuple[int, int], ...] | None = None
 
     @property
     def needed(self) -> bool:
@@ -41,17 +41,18 @@ class OverlapCheck:
         return bool(self.written)
 
     def __call__(self, inputs: Sequence[Any]) -> None:
-        """Check addresses; at once if none has changed since the last check."""
+        """Check addresses; at once if no address and no size has changed since the last check."""
         if not self.written or isinstance(inputs[self.written[0]], private.FakeTensor):
             return
-        addresses = tuple([inputs[i].data_ptr() for i in self._watched])
-        if addresses == self._checked:
+        places = tuple([(t.data_ptr(), t.numel()) for i in self._watched if (t := inputs[i]) is not None])
+        if places == self._checked:
             return
         self._check(inputs)
-        self._checked = addresses
+        self._checked = places
 
     def _check(self, inputs: Sequence[Any]) -> None:
-        spans = sorted((*_span(inputs[i]), i) for i in self.tensors if inputs[i].numel())
+        # an effect token is a tensor in the graph and None in a call
+        spans = sorted((*_span(t), i) for i in self.tensors if (t := inputs[i]) is not None and t.numel())
         written = set(self.written)
         for place, (_, end, i) in enumerate(spans):
             for start, _, j in spans[place + 1 :]:

@@ -92,6 +92,11 @@ def inherit_meta(new: Node, sources: Sequence[Node], origin: str) -> None:
     new.meta["k3_made_by"] = origin
 
 
+def origin_names(node: Node) -> tuple[str, ...]:
+    """Names of the nodes of the captured graph that this one stands for; none for a node that was captured."""
+    return tuple(entry.split(" @ ", 1)[0] for entry in node.meta.get(ORIGIN_KEY, ()))
+
+
 def model_lines(node: Node) -> tuple[str, ...]:
     """The distinct model lines that this node computes, in order: the provenance of its kernel."""
     entries = node.meta.get(ORIGIN_KEY)

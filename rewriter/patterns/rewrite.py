@@ -12,7 +12,7 @@ graph reads exactly as before.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
@@ -234,9 +234,24 @@ def _reads(graph: Graph, rewrite: Rewrite, before: Node, writers: Sequence[Node]
         if not source < before:
             return Refusal(f"no place: {describe(source)} is computed after the first use of a result", source)
         if source not in inputs and source not in inside and not _none_between(writers, source, before):
-            if (writer := PurityIndex(graph).written_between(source, source, before)) is not None:
-                return Refusal(f"{describe(writer)} writes {describe(source)} before the replacement reads it", writer)
+            index = PurityIndex(graph)
+            for value in [source, *_between(inputs, source)]:
+                if (writer := index.written_between(value, value, before)) is not None:
+                    return Refusal(
+                        f"{describe(writer)} writes {describe(value)}, through which the replacement looks", writer
+                    )
     return None
+
+
+def _between(values: Iterable[Node], source: Node, levels: int = 4) -> set[Node]:
+    """The values, and what they are computed from, down to `source`: what a rule has looked through to get there."""
+    found: set[Node] = set()
+    for value in values:
+        if levels and value is not source:
+            deeper = _between(value.all_input_nodes, source, levels - 1)
+            if deeper or source in value.all_input_nodes:
+                found |= {value, *deeper}
+    return found
 
 
 def _aliases(graph: Graph, rewrite: Rewrite, writers: Sequence[Node]) -> Refusal | None:

@@ -123,7 +123,7 @@ def _find(source: str | Path, folder: Path | None, *, place: str) -> Path:
     if is_file_name:
         raise ConfigError(f"no file '{text}'", place=place, remedy=f"check the path; shipped: {', '.join(shipped)}")
     raise ConfigError(
-        f"no pipeline '{text}'", place=place, remedy=f"{did_you_mean(text, shipped)} A file name ends in .yaml."
+        f"no pipeline '{text}'", place=place, remedy=f"{did_you_mean(text, shipped)} (a file name ends in .yaml)"
     )
 
 

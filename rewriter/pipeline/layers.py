@@ -229,10 +229,19 @@ def _entry(name: str, place: str, item: Item, pass_class: type, problems: Proble
         if key not in hints:
             problems.add(f"the pass '{name}' has no option '{key}'", item.keys[key], did_you_mean(key, hints))
             continue
+        if key == "on_miss" and not getattr(pass_class, "binds_kernels", True):
+            problems.add(
+                f"the pass '{name}' binds no kernels, so 'on_miss' would do nothing",
+                item.keys[key],
+                "set it for the pass that does ('select'), or for the whole pipeline",
+            )
+            continue
         settings.update(_value(key, value, hints[key], problems))
         if isinstance(settings.get(key), str) and key in ("expect", "when"):
+            expression = settings.pop(key)  # one that cannot be read is reported here, and no more
             with problems.catch():
-                (parse_expect if key == "expect" else parse_when)(settings[key], value.place)
+                (parse_expect if key == "expect" else parse_when)(expression, value.place)
+                settings[key] = expression
     if "before" in settings and "after" in settings:
         problems.add(f"'{name}' has both 'before' and 'after'", item.keys["after"], "give one of them")
         del settings["after"]

@@ -54,6 +54,8 @@ class Pass(ABC):
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     """`k3::` ops that may be in the graph after this pass"""
+    binds_kernels: ClassVar[bool] = False
+    """whether `on_miss` means something to this pass"""
 
     @abstractmethod
     def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:

@@ -173,6 +173,10 @@ class RunInfo:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+UNFINISHED = "the run did not end: it was interrupted, or stopped by an error that is none of k3rewrite's own"
+"""`RunReport.error` of a run that is going on, so that a report which is left behind says so"""
+
+
 @dataclass
 class RunReport:
     """Everything about one run. `notes` are things to know that no field above has: reads pinned before a write, guards

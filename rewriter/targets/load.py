@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import typing
 from functools import cache
 from importlib import resources
@@ -22,6 +24,11 @@ _OPTIONAL = ("measured_bandwidth", "head_multiples", "sources")
 _KEYS = {"measured_bandwidth": ("read", "copy"), "sources": tuple(name for name in _FIELDS if name != "sources")}
 _CPU_MAY_BE_ZERO = ("lds_bytes_per_cu", "lds_bytes_per_workgroup", "l2_bytes", "bf16_flops", "memory_bytes")
 _ANY_MAY_BE_ZERO = ("lds_reserved_per_workgroup", "sgprs_per_simd")
+_TEXT_FORMS = {  # (field, vendor or any): what its text must look like; the name is part of symbols and folders
+    ("name", ""): (re.compile(r"[A-Za-z][A-Za-z0-9_]*"), "letters, digits and underscores, a letter first"),
+    ("arch", "amd"): (re.compile(r"gfx[0-9a-f]+"), "an architecture of AMD such as gfx950"),
+    ("arch", "nvidia"): (re.compile(r"sm_[0-9]+[af]?"), "an architecture of NVIDIA such as sm_90"),
+}
 
 
 def known_targets() -> tuple[str, ...]:
@@ -114,7 +121,12 @@ def _problem(target: Target, key: str) -> str | None:
         wrong = [name for name, entry in value.items() if not isinstance(entry, str) and entry <= 0]
         return f"'{wrong[0]}' must be greater than zero" if wrong else None
     if isinstance(value, str):
+        wanted = _TEXT_FORMS.get((key, target.vendor)) or _TEXT_FORMS.get((key, ""))
+        if wanted is not None and not wanted[0].fullmatch(value):
+            return f"must be {wanted[1]}, not '{value}'"
         return None if value.strip() else "must not be empty"
+    if not math.isfinite(value):
+        return "must be finite"
     may_be_zero = key in _ANY_MAY_BE_ZERO or (not target.is_gpu and key in _CPU_MAY_BE_ZERO)
     if value < 0 or (value == 0 and not may_be_zero):
         return "must be greater than zero" if not may_be_zero else "must not be negative"
