@@ -64,7 +64,8 @@ def build_from_factory(
                 place=f"--{name}",
                 remedy=f"leave the flag out, or add '{name}' to {spec}",
             )
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)]
+    kinds = (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
+    needed = [p for p in parameters if p.default is p.empty and p.kind in kinds]
     if missing := [p.name for p in needed if p.name not in taken or p.name not in settings]:
         raise ConfigError(
             f"the factory needs {', '.join(missing)}, which no flag gives",

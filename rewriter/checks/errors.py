@@ -65,8 +65,8 @@ def measure_both(old: Tensor, exact_old: Tensor, new: Tensor, exact_new: Tensor)
 
 def _wide(value: Tensor) -> Tensor:
     """As fp64 on the CPU (fp8 can do little more than be converted); a complex number as its two parts."""
-    value = value.detach()
-    return (torch.view_as_real(value.to(torch.complex128).resolve_conj()) if value.is_complex() else value.double()).cpu()
+    value = value.detach().cpu()
+    return torch.view_as_real(value.to(torch.complex128).resolve_conj()) if value.is_complex() else value.double()
 
 
 def floor_of(dtype: torch.dtype) -> float:

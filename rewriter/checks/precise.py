@@ -3,8 +3,8 @@
     y = _to_copy(mm(x, w), dtype=bfloat16)      run on x.double(), w.double() with dtype=float64
 
 Every floating input becomes fp64 and every floating dtype in an argument too, so no rounding of the model remains;
-complex ones likewise. Three kinds of op run in the dtypes of the graph instead: one that looks at bits (`view` as another
-dtype), one that draws random numbers (fp64 would draw others), and one that has no fp64 form.
+complex ones likewise. Three kinds of op run in the dtypes of the graph instead: one that looks at bits (`view` as
+another dtype), one that draws random numbers (fp64 would draw others), and one that has no fp64 form.
 
 Decisions must not flip between precisions: the expert ids of `top-k` and `k3::route` can be recorded in one run and
 forced in another, and the margin by which a forced decision disagrees with the scores is reported.
@@ -61,7 +61,8 @@ class DecisionInterpreter(Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # type: ignore[override]
-        result = self._wide_call(target, args, kwargs) if self.wide else super().call_function(target, args, dict(kwargs))
+        call = self._wide_call if self.wide else super().call_function
+        result = call(target, args, dict(kwargs))
         if target is TOPK:
             result = self._decide((result[0], result[1]), *args, **kwargs)
         elif is_route(target):
@@ -72,15 +73,16 @@ class DecisionInterpreter(Interpreter):
             result = (weights, ids)
         return result
 
-    def _wide_call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _wide_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.aten._grouped_mm.default:
-            return grouped_mm(*_wide_dtypes(args), **_wide_dtypes(dict(kwargs)))
+            return grouped_mm(*_wide_dtypes(args), **_wide_dtypes(kwargs))
         if target is BITS or _draws(target):
             return self._call_as_captured(target)
         try:
-            result = super().call_function(target, _wide_dtypes(args), _wide_dtypes(dict(kwargs)))
-        except RuntimeError:  # "not implemented for 'Double'", or a kernel that takes some dtypes only
-            if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            result = super().call_function(target, _wide_dtypes(args), _wide_dtypes(kwargs))
+        except RuntimeError as error:  # "not implemented for 'Double'", or a kernel that takes some dtypes only
+            writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+            if writes or isinstance(error, torch.OutOfMemoryError):
                 raise
             result = self._call_as_captured(target)
             self.not_wide[str(target)] = None

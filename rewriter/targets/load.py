@@ -121,10 +121,10 @@ def _problem(target: Target, key: str) -> str | None:
         wrong = [name for name, entry in value.items() if not isinstance(entry, str) and entry <= 0]
         return f"'{wrong[0]}' must be greater than zero" if wrong else None
     if isinstance(value, str):
-        wanted = _TEXT_FORMS.get((key, target.vendor)) or _TEXT_FORMS.get((key, ""))
-        if wanted is not None and not wanted[0].fullmatch(value):
-            return f"must be {wanted[1]}, not '{value}'"
-        return None if value.strip() else "must not be empty"
+        if not value.strip():
+            return "must not be empty"
+        form, words = _TEXT_FORMS.get((key, target.vendor)) or _TEXT_FORMS.get((key, "")) or (None, "")
+        return f"must be {words}, not '{value}'" if form is not None and not form.fullmatch(value) else None
     if not math.isfinite(value):
         return "must be finite"
     may_be_zero = key in _ANY_MAY_BE_ZERO or (not target.is_gpu and key in _CPU_MAY_BE_ZERO)
