@@ -124,8 +124,8 @@ class FoldScatteredCopy(Rule):
 
     def check(self, match: Match) -> Refusal | None:
         copied, source = match.value("copy"), match.value("source")
-        if copied.dtype != source.dtype or not same_sizes(copied.shape, source.shape):
-            return Refusal("the copy casts or broadcasts its source", match["copy"])
+        if (copied.dtype, copied.device) != (source.dtype, source.device) or not same_sizes(copied.shape, source.shape):
+            return Refusal("the copy casts, moves or broadcasts its source", match["copy"])
         return None
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:

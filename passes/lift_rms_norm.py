@@ -89,6 +89,8 @@ class LiftRmsNorm(Rule):
 
     def check(self, match: Match) -> Refusal | None:
         x, compute, scale = match.value("x"), match["compute"], match.get("scale", match["compute"])
+        if not x.dim():
+            return Refusal("x is a single number", match["x"])
         size = x.shape[-1]
         if not widens(x.dtype, compute) or not widens(x.dtype, match["used"]):
             return Refusal(f"x is narrowed from {x.dtype} to {match['used']}, {compute} in the statistic", match["x"])

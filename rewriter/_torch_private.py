@@ -258,6 +258,13 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
+def inductor_error() -> type[Exception]:
+    """What `inductor_compile` raises when Inductor itself fails: generated code that does not compile, say. (2.7+)"""
+    from torch._inductor.exc import InductorError
+
+    return InductorError
+
+
 def inductor_compile(
     module: GraphModule,
     example_inputs: Sequence[Any],

@@ -51,7 +51,7 @@ def finalise_inductor(
 
     Raises:
         ContractError: the graph does not return a tuple, or an op's fake and reference disagree.
-        UnsupportedError: CUDA graphs are asked for and no input is on a CUDA device.
+        UnsupportedError: CUDA graphs are asked for and no input is on a CUDA device, or Inductor itself fails.
     """
     output = check_graph(module, example_inputs)
     if cuda_graphs and not _on_cuda(example_inputs):
@@ -72,9 +72,16 @@ def finalise_inductor(
         visible = range(len(values)) if user_outputs is None else user_outputs
         output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(values[i], Node)]
         apart = aliasing_outputs(module)
-        compiled = private.inductor_compile(
-            module, example_inputs, static_input_idxs=static_input_idxs, cuda_graphs=cuda_graphs, mode=mode
-        )
+        try:
+            compiled = private.inductor_compile(
+                module, example_inputs, static_input_idxs=static_input_idxs, cuda_graphs=cuda_graphs, mode=mode
+            )
+        except private.inductor_error() as error:
+            raise UnsupportedError(
+                f"Inductor cannot compile what no kernel took: {_gist(str(error))}",
+                place="finalise: inductor",
+                remedy="set 'finalise: eager'; the whole message is in the cause of this error",
+            ) from error
     reason = getattr(compiled, "disabled_cudagraphs_reason", None) if cuda_graphs else None
     return CompiledGraph(
         function=compiled,
@@ -85,6 +92,13 @@ def finalise_inductor(
         guards=expansion.guards,
         notes=[f"no CUDA graph: {reason}"] if reason else [],
     )
+
+
+def _gist(message: str) -> str:
+    """The first line of a message that may hold a whole compiler log, and the first error in that log."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    error = next((line[line.index("error:") :] for line in lines[1:] if "error:" in line), "")
+    return " ".join(part for part in (*lines[:1], error) if part) or "no reason given"
 
 
 def mark_roundings(graph: Graph) -> None:

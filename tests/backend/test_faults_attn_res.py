@@ -259,6 +259,27 @@ def test_regions_and_the_whole_are_verified(dtype: torch.dtype) -> None:
         assert backend.reports[0].end_to_end is not None and backend.reports[0].end_to_end.passed
 
 
+def test_one_graph_and_one_bound_kernel_serve_every_batch() -> None:
+    """Kind 75: neither rules nor kernels nor checks fix the number of rows."""
+
+    def function(p: Tensor, a: Tensor, b: Tensor, n: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        p = p + a
+        return p, rms_norm(depth_mix(torch.stack([b, p], dim=1), n, w), n)
+
+    weights = [torch.randn(512).to(BF16) for _ in range(2)]
+    backend = Backend({"target": "mi355x", "finalise": "eager", "verify": "all"})
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for rows in (5, 9, 300, 2):
+        inputs = [torch.randn(rows, 512).to(BF16) for _ in range(3)]
+        for value in inputs:
+            torch._dynamo.maybe_mark_dynamic(value, 0)
+        with torch.no_grad():
+            got, want = compiled(*inputs, *weights), function(*inputs, *weights)
+        assert torch.equal(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1], rtol=0.05, atol=0.05)
+    assert len(backend.reports) == 1 and matched(backend)["select"] == 1
+
+
 def test_one_source_alone_and_empty_batches() -> None:
     def function(p: Tensor, n: Tensor, w: Tensor) -> Tensor:
         return rms_norm(depth_mix(p.unsqueeze(1), n, w), n)

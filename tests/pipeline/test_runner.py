@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +164,45 @@ def test_repeated_runs_report_the_same(mixed: Captured) -> None:
 
     first = told()
     assert all(told() == first for _ in range(3))
+
+
+SCRIPT = """
+import torch
+from small_graphs import traced
+from k3rewrite.kernels import KERNELS, OPS
+from k3rewrite.passes import PASSES
+from k3rewrite.pipeline.config import load_pipeline
+from k3rewrite.pipeline.pass_base import PassContext
+from k3rewrite.pipeline.runner import build_passes, run_pipeline
+from k3rewrite.targets import load_target
+
+def function(x, w, b):
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    y = x * rstd * w + x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    s = y.sigmoid()
+    ids = (s + b).topk(2).indices
+    return s.gather(-1, ids), ids, rstd, y * torch.rsqrt(y.abs().mean(-1, keepdim=True) + 1e-6)
+
+module = traced(function, [torch.randn(4, 8), torch.randn(8), torch.randn(8)])
+reports = []
+config = load_pipeline("default", known_passes=PASSES)
+run_pipeline(module, build_passes(config, PASSES), PassContext(load_target("mi355x"), OPS, KERNELS), {}, reports)
+print(module.graph)
+for report in reports:
+    report.seconds = 0.0
+    print(report)
+"""
+
+
+@pytest.mark.slow
+def test_the_order_of_hashing_does_not_show() -> None:
+    told = []
+    for seed in ("1", "2", "3"):
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        run_script = [sys.executable, "-c", SCRIPT]
+        told.append(subprocess.run(run_script, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert "matched=1" in told[0] and told[1] == told[0] and told[2] == told[0]
 
 
 def test_dead_code_is_gone_after_each_pass(three: Captured) -> None:

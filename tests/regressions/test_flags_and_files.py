@@ -1,0 +1,94 @@
+"""Flags, pipelines, targets and configurations that were taken though they mean nothing, or broke off with a traceback."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from k3rewrite.cli.catalogue import check_pipeline
+from k3rewrite.errors import ConfigError
+from k3rewrite.models.kimi_k3 import KimiK3Config
+from k3rewrite.models.kimi_k3 import config_json as reading
+from k3rewrite.passes import PASSES
+from k3rewrite.request import resolve_request
+from k3rewrite.targets import known_targets, load_target
+
+
+@pytest.mark.parametrize("flag", ["phase", "dtype", "verify", "config", "target", "pipeline"])
+def test_an_empty_flag_is_no_default(flag: str) -> None:
+    """As a shell gives it for a variable that is not set."""
+    with pytest.raises(ConfigError):
+        resolve_request(model="kimi-k3", known_passes=PASSES, known_targets=known_targets(), **{flag: ""})  # type: ignore[arg-type]
+
+
+def _pipeline(tmp_path: Path, text: str) -> str:
+    (tmp_path / "p.yaml").write_text(f"version: 1\nextends: base.yaml\npasses:\n{text}\n")
+    return str(tmp_path / "p.yaml")
+
+
+def test_an_expression_that_cannot_be_read_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"p\.yaml:4: '== \(2' is not an expression") as caught:
+        check_pipeline(_pipeline(tmp_path, "  - lift_mlp: {expect: '== (2'}"))
+    assert str(caught.value).count("is not an expression") == 1
+
+
+def test_on_miss_of_a_pass_that_binds_no_kernels(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"p\.yaml:4: the pass 'lift_mlp' binds no kernels, so 'on_miss'"):
+        check_pipeline(_pipeline(tmp_path, "  - lift_mlp: {on_miss: error}"))
+    assert check_pipeline(_pipeline(tmp_path, "  - select: {on_miss: error}"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "../../my target"}, "name: must be letters, digits and underscores, a letter first"),
+        ({"name": "my-target"}, "name: must be letters, digits and underscores"),
+        ({"vendor": "nvidia"}, "arch: must be an architecture of NVIDIA such as sm_90, not 'gfx950'"),
+        ({"arch": "mi355x"}, "arch: must be an architecture of AMD such as gfx950, not 'mi355x'"),
+        ({"memory_bandwidth": float("inf")}, "memory_bandwidth: must be finite"),
+    ],
+)
+def test_targets_that_no_kernel_can_be_compiled_for(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = yaml.safe_dump({**dataclasses.asdict(load_target("mi355x")), "sources": {}, **changes})
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="correct the figure") as caught:
+        load_target(path)
+    assert message in str(caught.value)
+
+
+def _published(**changes: Any) -> dict[str, Any]:
+    tiny = KimiK3Config.tiny()
+    text = {name: getattr(tiny, field) for name, field in reading._READ.items()}
+    text |= {name: values[0] for name, values in reading._FIXED.items()}
+    linear = {name: getattr(tiny, field) for name, field in reading._LINEAR_ATTN.items()}
+    text["linear_attn_config"] = {**linear, "use_full_rank_gate": True}
+    return {**text, **changes}
+
+
+@pytest.mark.parametrize(
+    ("groups", "fine"),
+    [([1], False), ({"g": {"weights": 3}}, False), ({"g": 3}, False), ({}, True), ({"g": {"weights": {}}}, True)],
+)
+def test_quantisation_groups_of_a_published_configuration(groups: Any, fine: bool, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    quantisation = {"format": "mxfp4-pack-quantized", "config_groups": groups}
+    path.write_text(json.dumps(_published(quantization_config=quantisation)))
+    if fine:
+        assert KimiK3Config.from_json(path).experts == "mxfp4"
+        return
+    with pytest.raises(ConfigError, match="config_groups must be a mapping of groups"):
+        KimiK3Config.from_json(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none(value: float, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_published(rms_norm_eps=value)))
+    with pytest.raises(ConfigError, match="rms_norm_eps is (nan|inf), must be a number"):
+        KimiK3Config.from_json(path)

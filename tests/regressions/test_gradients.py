@@ -1,0 +1,61 @@
+"""Inference only: who needs a gradient gets one clear error, who needs none is compiled, wherever gradients are switched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from against_eager import check
+from torch import Tensor
+
+MESSAGE = "compiled with gradients enabled"
+
+
+def _linear() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 8)
+
+
+def _refused(function: Callable[..., Tensor], x: Tensor, context: Callable[[], AbstractContextManager[None]]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="k3rewrite", options={"finalise": "eager"})
+    with context(), pytest.raises(Exception, match=MESSAGE) as caught:
+        compiled(x)
+    assert "torch.no_grad()" in str(caught.value)
+
+
+def test_gradients_that_are_switched_on_inside() -> None:
+    """It was compiled as if for training, and the results carried a graph of gradients."""
+    linear = _linear()
+
+    def function(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return linear(x)
+
+    _refused(function, torch.ones(2, 8), torch.no_grad)
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)])
+def test_parameters_and_inputs_that_need_gradients(x: Tensor) -> None:
+    _refused(_linear(), x, torch.enable_grad)
+
+
+def test_gradients_that_are_switched_off_inside() -> None:
+    """Nothing of the result needs a gradient: that was refused."""
+    linear = _linear()
+
+    def inside(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return linear(x)
+
+    check(inside, (torch.ones(2, 8),), context=torch.enable_grad)
+    check(lambda x: linear(x).argmax(-1), (torch.ones(2, 8),), context=torch.enable_grad)
+    check(linear.requires_grad_(False), (torch.ones(2, 8),), context=torch.enable_grad)
+
+
+def test_a_parameter_that_is_returned_keeps_its_gradient() -> None:
+    linear = _linear()
+    (report,) = check(lambda x: (linear(x), linear.weight, linear.weight.t()), (torch.ones(2, 8),))
+    assert not report.error

@@ -1,0 +1,126 @@
+"""What a run leaves behind when it is ended early: a report that says so, or nothing if it never began."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from k3rewrite.backend import Backend
+from k3rewrite.compile_run import compile_model
+from k3rewrite.errors import CaptureError, ConfigError
+from k3rewrite.passes import PASSES
+from k3rewrite.report.schema import UNFINISHED
+from k3rewrite.request import resolve_request
+from k3rewrite.targets import known_targets
+
+SOURCE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+    def forward(self, x):
+        return self.body(x)
+def branches(x):
+    return x + 1 if x.sum() > 0 else x
+def raises(x):
+    raise ValueError("the model's own")
+def mismatch(x):
+    return x @ torch.ones(3, 3)
+def fails_when_it_runs(x):
+    torch._assert_async(x.sum() > 1e9, "too small")
+    return x
+def make(body): return lambda: (Net(body), (torch.ones(2, 4),), {})
+good, branch, own, shape, late = map(make, (torch.sin, branches, raises, mismatch, fails_when_it_runs))
+def broken(): raise OSError("no such weights")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "regression_runs.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "regression_runs", raising=False)
+
+
+def _compile(name: str, out: Path) -> Any:
+    pipeline = {"version": 1, "passes": ["canonicalise"], "finalise": "eager"}
+    request = resolve_request(
+        model=f"regression_runs:{name}", pipeline=pipeline, known_passes=PASSES, known_targets=known_targets(), out=out
+    )
+    return compile_model(request)
+
+
+def _report(out: Path) -> dict[str, Any]:
+    return json.loads((out / "run-001" / "report.json").read_text())
+
+
+def test_a_run_that_ends_well_says_nothing(tmp_path: Path) -> None:
+    assert _compile("good", tmp_path / "runs").error == ""
+    assert _report(tmp_path / "runs")["error"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "place"),
+    [
+        ("branch", "cannot be captured as one graph: Data-dependent branching", "in branches"),
+        ("own", 'the model raises ValueError("the model\'s own")', "in raises"),
+        ("shape", "a and b must have same reduction dim", "in mismatch"),
+    ],
+)
+def test_a_model_that_cannot_be_captured(
+    name: str, message: str, place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        _compile(name, tmp_path / "runs")
+    text = str(caught.value)
+    assert message in text and place in text.split(": ")[0]
+    assert _report(tmp_path / "runs")["error"] == text and caught.value.report is not None
+    assert "Traceback" not in capfd.readouterr().err, "torch logs what is reported once, as ours"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interruption_while_a_pass_runs(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(PASSES["canonicalise"], "run", run)
+    with pytest.raises(error):
+        _compile("good", tmp_path / "runs")
+    assert _report(tmp_path / "runs")["error"] == UNFINISHED
+
+
+def test_an_error_of_the_model_while_it_runs(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="too small"):
+        _compile("late", tmp_path / "runs")
+    assert _report(tmp_path / "runs")["error"] == UNFINISHED
+
+
+@pytest.mark.parametrize(("name", "error"), [("broken", OSError), ("nowhere", ConfigError)])
+def test_a_model_that_cannot_be_built_leaves_nothing(name: str, error: type[Exception], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        _compile(name, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_same_in_torch_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: Any) -> None:
+        raise MemoryError
+
+    backend = Backend({"finalise": "eager", "dump": tmp_path, "pipeline": {"version": 1, "passes": ["canonicalise"]}})
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert _report(tmp_path)["error"] == "" and backend.reports[0].error == ""
+    monkeypatch.setattr(PASSES["canonicalise"], "run", run)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="MemoryError"):
+        torch.compile(torch.cos, backend=backend)(torch.ones(2))
+    assert json.loads((tmp_path / "run-002" / "report.json").read_text())["error"] == UNFINISHED
