@@ -19,6 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,14 +92,23 @@ class Op:
         return digest.hexdigest()[:16]
 
     def register(self) -> Op:
-        """Define the op with the dispatcher. Done once, when `k3rewrite.kernels` is imported."""
-        library = _LIBRARIES[self.namespace]
-        library.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(self.name, self.reference, "CompositeExplicitAutograd")
-        for key, implementation in self.implementations.items():
-            library.impl(self.name, implementation, key)
-        torch.library.register_fake(self.qualified_name, self.fake, lib=library)
+        """Define the op with the dispatcher. Done once, when `k3rewrite.kernels` is imported; again does nothing.
+
+        With the repository's root on the import path `import kernels` finds that folder a second time, and transformers
+        imports whatever is called so, looking for a package of that name.
+        """
+        _define(self)
         return self
+
+
+@cache
+def _define(op: Op) -> None:
+    library = _LIBRARIES[op.namespace]
+    library.define(f"{op.name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(op.name, op.reference, "CompositeExplicitAutograd")
+    for key, implementation in op.implementations.items():
+        library.impl(op.name, implementation, key)
+    torch.library.register_fake(op.qualified_name, op.fake, lib=library)
 
 
 def _source_files(function: Callable[..., Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Flags, pipelines, targets and configurations that were taken though they mean nothing, or broke off with a traceback."""
+"""Flags, pipelines, targets and configurations that mean nothing and were taken, or broke off with a traceback."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def test_quantisation_groups_of_a_published_configuration(groups: Any, fine: boo
 def test_numbers_that_are_none(value: float, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(_published(rms_norm_eps=value)))
-    with pytest.raises(ConfigError, match="rms_norm_eps is (nan|inf), must be a number"):
+    with pytest.raises(ConfigError, match=r"rms_norm_eps is (nan|inf), must be a number"):
         KimiK3Config.from_json(path)

@@ -1,4 +1,4 @@
-"""Inference only: who needs a gradient gets one clear error, who needs none is compiled, wherever gradients are switched."""
+"""Inference only: one clear error for what needs gradients, wherever they are switched; what needs none is compiled."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from k3rewrite.backend import Backend
 
 
 def test_generated_code_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = "C++ compile error\n\nCommand:\ng++ main.cpp\n\nOutput:\nmain.cpp:38:26: error: conflicting declaration 'auto a'\n"
+    log = (
+        "C++ compile error\n\nCommand:\ng++ main.cpp\n\nOutput:\nmain.cpp:38: error: conflicting declaration 'auto a'\n"
+    )
 
     def fail(*args: Any, **settings: Any) -> Any:
         raise private.inductor_error()(RuntimeError(log + "note\n" * 1000), None)  # type: ignore[call-arg]
