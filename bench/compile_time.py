@@ -32,7 +32,7 @@ def measure(layers: int, target: str, inductor: bool) -> dict[str, Any]:
 
     from k3rewrite._torch_private import FakeTensorMode
     from k3rewrite.capture import capture
-    from k3rewrite.compilation import Compilation, Rewritten
+    from k3rewrite.driver.compilation import Compilation, Rewritten
     from k3rewrite.finalise import finalise_inductor
     from k3rewrite.kernels import OPS
     from k3rewrite.models.kimi_k3 import KimiK3Config, build_kimi_k3

@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule
 
-from k3rewrite.binding import KERNEL_KEY, bind
 from k3rewrite.finalise.reuse_storage import reuse_storage
 from k3rewrite.graph.provenance import module_path
-from k3rewrite.inplace_variant import InplaceVariant, inplace_variant
-from k3rewrite.kernel import Kernel
+from k3rewrite.ops.binding import KERNEL_KEY, bind
+from k3rewrite.ops.inplace_variant import InplaceVariant, inplace_variant
+from k3rewrite.ops.kernel import Kernel
+from k3rewrite.ops.vocabulary import Op
 from k3rewrite.pipeline.pass_base import Pass, PassContext
 from k3rewrite.report.schema import Miss, PassReport, Site
-from k3rewrite.vocabulary import Op
 
 
 @dataclass(frozen=True)

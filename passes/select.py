@@ -15,15 +15,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from k3rewrite.binding import KERNEL_KEY, REASON_KEY, bind
 from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.provenance import module_path, source_line
-from k3rewrite.kernel import Kernel
+from k3rewrite.ops.binding import KERNEL_KEY, REASON_KEY, bind
+from k3rewrite.ops.kernel import Kernel
+from k3rewrite.ops.vocabulary import NAMESPACE
 from k3rewrite.pipeline.pass_base import Pass, PassContext
 from k3rewrite.report.schema import Miss, PassReport, Site
-from k3rewrite.vocabulary import NAMESPACE
 
 Language = Literal["auto", "triton", "hip"]
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from k3rewrite.capture import lower
-from k3rewrite.compilation import Compilation
+from k3rewrite.driver.compilation import Compilation
 from k3rewrite.errors import ConfigError, K3RewriteError, did_you_mean
 from k3rewrite.passes import PASSES
 from k3rewrite.pipeline.config import load_pipeline

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from k3rewrite.errors import UnsupportedError
-from k3rewrite.vocabulary import Cost, Op, static_numel, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, static_numel, tensor_bytes
 
 
 def attn_res(

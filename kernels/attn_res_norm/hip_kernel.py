@@ -23,7 +23,6 @@ from torch import Tensor
 
 from k3rewrite.errors import EmitError
 from k3rewrite.graph.shapes import same_size
-from k3rewrite.kernel import HipUnit
 from k3rewrite.kernels.attn_res.op import single_sources
 from k3rewrite.kernels.attn_res_norm import launch
 from k3rewrite.kernels.attn_res_norm.accept import (
@@ -35,6 +34,7 @@ from k3rewrite.kernels.attn_res_norm.accept import (
     target_objection,
 )
 from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES
+from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets import Target, load_target
 
 PATH = Path(__file__).parent / "hip" / "attn_res_norm.hip"

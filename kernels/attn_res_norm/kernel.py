@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernel import Kernel, TritonUnit, Unit
 from k3rewrite.kernels.attn_res_norm import hip_kernel
 from k3rewrite.kernels.attn_res_norm.accept import (
     call_parts,
@@ -28,8 +27,9 @@ from k3rewrite.kernels.attn_res_norm.schedule import (
     schedules_of,
     wide_enough,
 )
+from k3rewrite.ops.kernel import Kernel, TritonUnit, Unit
+from k3rewrite.ops.vocabulary import Op
 from k3rewrite.targets import Target
-from k3rewrite.vocabulary import Op
 
 _FOLDER = Path(__file__).parent
 _TRITON_SOURCES = tuple(_FOLDER / name for name in ("triton.py", "schedule.py", "launch.py"))

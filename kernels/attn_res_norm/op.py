@@ -26,7 +26,7 @@ from k3rewrite._torch_private import storage_id
 from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.kernels.attn_res.op import MIX_FLOPS, check_blocks, depth_mix
-from k3rewrite.vocabulary import Cost, Op, static_numel, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, static_numel, tensor_bytes
 
 
 def attn_res_norm(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from k3rewrite.kernels.rms_norm.op import rms_norm
-from k3rewrite.vocabulary import Cost, Op, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, tensor_bytes
 
 ACTIVATIONS = ("sigmoid", "silu")
 

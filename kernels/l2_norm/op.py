@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rewrite.vocabulary import Cost, Op, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, tensor_bytes
 
 
 def l2_norm(x: Tensor, eps: float, eps_inside: bool, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:

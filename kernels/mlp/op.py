@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from k3rewrite.vocabulary import Cost, Op, size_hint, static_numel, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, size_hint, static_numel, tensor_bytes
 
 ACTIVATIONS = ("silu", "situ")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rewrite.vocabulary import Cost, Op, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, tensor_bytes
 
 
 def rms_norm(

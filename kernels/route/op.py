@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rewrite.vocabulary import Cost, Op, size_hint, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, size_hint, tensor_bytes
 
 SCORES = ("sigmoid", "softmax", "topk_softmax")
 

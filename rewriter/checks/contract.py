@@ -22,7 +22,7 @@ from k3rewrite.graph.effects import writes
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import StorageMap
-from k3rewrite.vocabulary import NAMESPACE
+from k3rewrite.ops.vocabulary import NAMESPACE
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch.fx.node import map_arg
 from k3rewrite._torch_private import no_modes
 from k3rewrite.checks.errors import acceptable, is_inexact, measure_both
 from k3rewrite.checks.precise import DecisionInterpreter
+from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.patterns.rewrite import Rewrite, SiteCheck
 from k3rewrite.patterns.rule import Refusal
-from k3rewrite.vocabulary import size_hint
 
 SCALES = (1.0, 2.0**-10, 32.0)
 """sizes of the random inputs: an epsilon shows with small ones, a saturation with large ones"""

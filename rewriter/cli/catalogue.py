@@ -19,11 +19,11 @@ from k3rewrite.errors import ConfigError, did_you_mean
 from k3rewrite.pipeline.config import load_pipeline
 from k3rewrite.pipeline.expressions import MODEL_NAMES, RUN_NAMES
 from k3rewrite.pipeline.layers import option_hints
-from k3rewrite.pipeline.located import dump_yaml
 from k3rewrite.pipeline.runner import build_passes
+from k3rewrite.plain_data.located import dump_yaml
+from k3rewrite.plain_data.typed import describe_hint
 from k3rewrite.report.table import human_bytes
 from k3rewrite.targets import known_targets, load_target
-from k3rewrite.typed import describe_hint
 
 
 def known_passes() -> dict[str, type]:

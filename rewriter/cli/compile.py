@@ -11,10 +11,10 @@ from rich.text import Text
 
 from k3rewrite.cli.catalogue import known_passes
 from k3rewrite.cli.output import Progress, show_error, stdout
+from k3rewrite.driver.request import KIMI_K3, resolve_request
 from k3rewrite.errors import K3RewriteError
 from k3rewrite.report.schema import RunReport
 from k3rewrite.report.table import pass_table, summary_lines
-from k3rewrite.request import KIMI_K3, resolve_request
 from k3rewrite.targets import known_targets, load_target
 
 
@@ -28,7 +28,7 @@ def compile_command(**settings: Any) -> int:
     if request.model != KIMI_K3 and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # the user's module may stand where the command was started
 
-    from k3rewrite.compile_run import compile_model
+    from k3rewrite.driver.run import compile_model
 
     try:
         with Progress() as progress:

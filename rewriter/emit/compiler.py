@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from k3rewrite.errors import EmitError
-from k3rewrite.kernel import HipUnit, TritonUnit, Unit
+from k3rewrite.ops.kernel import HipUnit, TritonUnit, Unit
 from k3rewrite.targets.target import Target
 
 TIMEOUT_SECONDS = 300

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3rewrite.emit.compiler import Compiled, Missing, place_of, refusal, run_tool
-from k3rewrite.kernel import HipUnit
+from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets.target import Target
 
 

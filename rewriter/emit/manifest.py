@@ -19,8 +19,8 @@ from typing import Any
 from k3rewrite.emit.files import write_files
 from k3rewrite.emit.unit import EmittedKernel
 from k3rewrite.errors import ConfigError
+from k3rewrite.plain_data.typed import Misfit, fit
 from k3rewrite.targets.target import Target
-from k3rewrite.typed import Misfit, fit
 
 SCHEMA = "k3rewrite-kernels"
 VERSION = 1

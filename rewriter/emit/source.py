@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from k3rewrite.errors import EmitError
-from k3rewrite.kernel import HipUnit, TritonUnit, Unit
+from k3rewrite.ops.kernel import HipUnit, TritonUnit, Unit
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"[^\n]*$', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)

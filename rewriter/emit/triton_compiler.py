@@ -15,7 +15,7 @@ from typing import Any
 
 from k3rewrite.emit.compiler import Compiled, Missing, place_of, refusal
 from k3rewrite.errors import EmitError, did_you_mean
-from k3rewrite.kernel import TritonUnit
+from k3rewrite.ops.kernel import TritonUnit
 from k3rewrite.targets.target import Target
 
 DIVISIBILITY = 16

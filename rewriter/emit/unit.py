@@ -25,7 +25,7 @@ from k3rewrite.emit.files import write_files
 from k3rewrite.emit.resources import Resources, read_resources
 from k3rewrite.emit.source import is_triton_function, triton_source, unit_source, unit_source_hash
 from k3rewrite.errors import EmitError
-from k3rewrite.kernel import HipUnit, Unit
+from k3rewrite.ops.kernel import HipUnit, Unit
 from k3rewrite.targets.target import Target
 
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from k3rewrite.finalise.compiled import CompiledGraph
 from k3rewrite.finalise.eager import finalise_eager
 from k3rewrite.finalise.inductor import finalise_inductor
+from k3rewrite.ops.vocabulary import Op
 from k3rewrite.report.schema import Decomposed
-from k3rewrite.vocabulary import Op
 
 
 def finalise(

@@ -20,14 +20,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from k3rewrite import _torch_private as private
-from k3rewrite.binding import REASON_KEY
 from k3rewrite.errors import ContractError
 from k3rewrite.finalise import splice
 from k3rewrite.graph import effects
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.ops.binding import REASON_KEY
+from k3rewrite.ops.vocabulary import Op
 from k3rewrite.report.schema import Decomposed
-from k3rewrite.vocabulary import Op
 
 Table = Mapping[Any, Callable[..., Any]]
 

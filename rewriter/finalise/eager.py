@@ -19,7 +19,7 @@ from k3rewrite.finalise.decompose import decompose
 from k3rewrite.finalise.overlap import OverlapCheck
 from k3rewrite.finalise.reinplace import reinplace
 from k3rewrite.graph.purity import eliminate_dead_code
-from k3rewrite.vocabulary import Op
+from k3rewrite.ops.vocabulary import Op
 
 
 def finalise_eager(

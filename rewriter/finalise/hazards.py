@@ -23,8 +23,8 @@ from k3rewrite.graph import effects
 from k3rewrite.graph.provenance import inherit_meta, source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import Root, StorageMap, tensor_value
-from k3rewrite.inplace_variant import ensure_registered
-from k3rewrite.vocabulary import Cost, Op, tensor_bytes
+from k3rewrite.ops.inplace_variant import ensure_registered
+from k3rewrite.ops.vocabulary import Cost, Op, tensor_bytes
 
 PASS_NAME = "keep_reads_before_writes"
 

@@ -23,7 +23,7 @@ from k3rewrite.finalise.overlap import OverlapCheck
 from k3rewrite.finalise.splice import add_eager_input_values
 from k3rewrite.graph import effects
 from k3rewrite.graph.purity import eliminate_dead_code
-from k3rewrite.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Op
+from k3rewrite.ops.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Op
 
 LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 

@@ -23,8 +23,8 @@ from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.provenance import inherit_meta, source_line
 from k3rewrite.graph.storage import StorageMap
 from k3rewrite.graph.takeover import Offer, Plan, copy_offer, every_node, plan_takeovers, relative_views
-from k3rewrite.inplace_variant import InplaceVariant, ensure_registered, inplace_variant
-from k3rewrite.vocabulary import Op
+from k3rewrite.ops.inplace_variant import InplaceVariant, ensure_registered, inplace_variant
+from k3rewrite.ops.vocabulary import Op
 
 PASS_NAME = "reuse_storage"
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from k3rewrite.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Cost, tensor_bytes
+from k3rewrite.ops.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Cost, tensor_bytes
 
 FREE = Cost(0, 0, 0)
 

@@ -19,7 +19,6 @@ from typing import Any
 import k3rewrite.pass_configs
 from k3rewrite.errors import ConfigError, did_you_mean
 from k3rewrite.pipeline.layers import Layer, Problems, check_names, merge, read_layer
-from k3rewrite.pipeline.located import Item, from_mapping, read_yaml
 from k3rewrite.pipeline.settings import (
     AUTO_TARGET,
     VERSION,
@@ -31,6 +30,7 @@ from k3rewrite.pipeline.settings import (
     PipelineConfig,
     Verify,
 )
+from k3rewrite.plain_data.located import Item, from_mapping, read_yaml
 
 __all__ = [
     "AUTO_TARGET",

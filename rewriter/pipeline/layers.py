@@ -21,7 +21,6 @@ from typing import Any
 
 from k3rewrite.errors import ConfigError, K3RewriteError, did_you_mean
 from k3rewrite.pipeline.expressions import EXPECT_NAMES, parse_expect, parse_when
-from k3rewrite.pipeline.located import Item
 from k3rewrite.pipeline.settings import (
     AUTO_TARGET,
     VERSION,
@@ -33,7 +32,8 @@ from k3rewrite.pipeline.settings import (
     PipelineConfig,
     Verify,
 )
-from k3rewrite.typed import Misfit, describe_value, fit
+from k3rewrite.plain_data.located import Item
+from k3rewrite.plain_data.typed import Misfit, describe_value, fit
 
 SECTIONS: Mapping[str, type] = {"parallel": Parallel, "verify": Verify, "dump": Dump}
 PLAIN_KEYS: Mapping[str, Any] = {"target": str, "finalise": Finalise, "on_miss": OnMiss}

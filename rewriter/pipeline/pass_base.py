@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch.fx import GraphModule
 
-from k3rewrite.kernel import Kernel
+from k3rewrite.ops.kernel import Kernel
+from k3rewrite.ops.vocabulary import Op
 from k3rewrite.patterns.rewrite import SiteCheck, apply_rule
 from k3rewrite.patterns.rule import Rule
 from k3rewrite.report.schema import PassReport
-from k3rewrite.vocabulary import Op
 
 if TYPE_CHECKING:
     from k3rewrite.targets import Target

@@ -20,11 +20,11 @@ from k3rewrite.errors import ConfigError, ExpectationError, did_you_mean
 from k3rewrite.graph.cost import FREE, node_cost, sum_costs
 from k3rewrite.graph.provenance import module_path
 from k3rewrite.graph.purity import eliminate_dead_code
+from k3rewrite.ops.vocabulary import Cost, Op
 from k3rewrite.pipeline.expressions import Value, parse_expect, parse_when
 from k3rewrite.pipeline.pass_base import Level, Pass, PassContext
 from k3rewrite.pipeline.settings import PassConfig, PipelineConfig
 from k3rewrite.report.schema import PassReport
-from k3rewrite.vocabulary import Cost, Op
 
 NEAR_MISSES = 5
 """how many misses an expectation error shows"""

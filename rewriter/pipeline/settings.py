@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from k3rewrite.pipeline.located import dump_yaml
+from k3rewrite.plain_data.located import dump_yaml
 
 VERSION = 1
 AUTO_TARGET = "auto"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from k3rewrite.errors import ConfigError
-from k3rewrite.typed import Misfit, fit
+from k3rewrite.plain_data.typed import Misfit, fit
 
 SCHEMA = "k3rewrite-report"
 VERSION = 1

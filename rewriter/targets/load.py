@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3rewrite.errors import ConfigError, did_you_mean
+from k3rewrite.plain_data.typed import Misfit, fit
 from k3rewrite.targets.target import Target
-from k3rewrite.typed import Misfit, fit
 
 if TYPE_CHECKING:
-    from k3rewrite.pipeline.located import Item
+    from k3rewrite.plain_data.located import Item
 
 _FOLDER = "k3rewrite.pass_configs.targets"
 _FIELDS = {field.name: field for field in dataclasses.fields(Target)}
@@ -65,7 +65,7 @@ def _shipped(name: str) -> Target:
 
 
 def _read(path: Path, shown: str) -> Target:
-    from k3rewrite.pipeline.located import read_yaml  # here: the pipeline package itself needs targets
+    from k3rewrite.plain_data.located import read_yaml  # here: the pipeline package itself needs targets
 
     item = read_yaml(path, shown)
     if not isinstance(item.value, dict):

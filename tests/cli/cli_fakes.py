@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 from typer.testing import CliRunner, Result
 
 from k3rewrite.cli import main
+from k3rewrite.driver.request import CompileRequest
 from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import PassReport, RunInfo, RunReport
-from k3rewrite.request import CompileRequest
 
 
 @dataclass(frozen=True)

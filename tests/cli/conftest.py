@@ -12,8 +12,8 @@ import pytest
 from cli_fakes import FAKE_PASSES, CommandLine, report_of
 
 import k3rewrite.passes
+from k3rewrite.driver.request import CompileRequest
 from k3rewrite.report.schema import RunReport
-from k3rewrite.request import CompileRequest
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
         progress("capture")
         return line.outcome(request)
 
-    fake: Any = ModuleType("k3rewrite.compile_run")
+    fake: Any = ModuleType("k3rewrite.driver.run")
     fake.compile_model = compile_model
-    monkeypatch.setitem(sys.modules, "k3rewrite.compile_run", fake)
+    monkeypatch.setitem(sys.modules, "k3rewrite.driver.run", fake)
     monkeypatch.setattr(k3rewrite.passes, "ALL_PASSES", FAKE_PASSES)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from cli_fakes import CommandLine
 
+from k3rewrite.driver.request import CompileRequest
 from k3rewrite.errors import CaptureError, ExpectationError, VerificationError
 from k3rewrite.report.schema import EndToEnd, PassReport, RunInfo, RunReport
-from k3rewrite.request import CompileRequest
 
 
 def test_defaults(cli: CommandLine) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from k3rewrite.driver.factory import build_from_factory, load_factory
+from k3rewrite.driver.ranks import rank_group
 from k3rewrite.errors import ConfigError
-from k3rewrite.factory import build_from_factory, load_factory
-from k3rewrite.ranks import rank_group
 
 SOURCE = """
 import torch

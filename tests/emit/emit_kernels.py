@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from k3rewrite.kernel import TritonUnit
+from k3rewrite.ops.kernel import TritonUnit
 
 SCALE = tl.constexpr(2.0)
 

@@ -9,7 +9,7 @@ from emit_kernels import does_not_compile, product_unit, row_sum_unit
 
 from k3rewrite.emit import Provenance, emit_unit
 from k3rewrite.errors import EmitError
-from k3rewrite.kernel import HipUnit, Unit
+from k3rewrite.ops.kernel import HipUnit, Unit
 from k3rewrite.targets import load_target
 
 SOURCES = Path(__file__).parent / "kernels"

@@ -11,7 +11,7 @@ from emit_kernels import row_sum_unit
 
 from k3rewrite.emit import EmittedKernel, Provenance, emit_unit, read_manifest, write_manifest
 from k3rewrite.errors import ConfigError, EmitError
-from k3rewrite.kernel import HipUnit
+from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets import load_target
 
 TARGET = load_target("mi355x")

@@ -14,7 +14,7 @@ from emit_kernels import multiply_add, row_sum, row_sum_unit
 
 from k3rewrite.emit import unit_name, unit_source, unit_source_hash
 from k3rewrite.errors import EmitError
-from k3rewrite.kernel import HipUnit, TritonUnit, Unit
+from k3rewrite.ops.kernel import HipUnit, TritonUnit, Unit
 from k3rewrite.targets import load_target
 
 HERE = Path(__file__).parent

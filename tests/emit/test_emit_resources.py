@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from k3rewrite.emit import EmittedKernel, Provenance, emit_unit, read_resources
 from k3rewrite.emit.compiler import Missing, find_compiler
 from k3rewrite.errors import EmitError, UnsupportedError
-from k3rewrite.kernel import HipUnit, Unit
+from k3rewrite.ops.kernel import HipUnit, Unit
 from k3rewrite.targets import load_target
 
 SOURCES = Path(__file__).parent / "kernels"

@@ -12,7 +12,7 @@ from emit_kernels import multiply_add, product_unit, row_sum_unit
 from k3rewrite.emit import EmittedKernel, Provenance, cuda_compiler, emit_unit, summarise_assembly
 from k3rewrite.emit import unit as unit_module
 from k3rewrite.emit.compiler import Compiler, Missing, find_compiler
-from k3rewrite.kernel import HipUnit, Unit
+from k3rewrite.ops.kernel import HipUnit, Unit
 from k3rewrite.targets import load_target
 
 KIB = 1024

@@ -17,7 +17,7 @@ from k3rewrite.emit import Provenance, emit_unit, launch, summarise_assembly
 from k3rewrite.emit.compiler import Missing, find_compiler
 from k3rewrite.emit.launch import DeviceFunction, load_function
 from k3rewrite.errors import UnsupportedError
-from k3rewrite.kernel import HipUnit
+from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets import detect_target, load_target
 
 SOURCES = Path(__file__).parent / "kernels"

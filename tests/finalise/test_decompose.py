@@ -17,8 +17,8 @@ from k3rewrite.errors import ContractError
 from k3rewrite.finalise import decompose
 from k3rewrite.finalise.splice import attach
 from k3rewrite.graph.provenance import source_line
-from k3rewrite.inplace_variant import ensure_registered, inplace_variant
-from k3rewrite.vocabulary import Cost, Op
+from k3rewrite.ops.inplace_variant import ensure_registered, inplace_variant
+from k3rewrite.ops.vocabulary import Cost, Op
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

@@ -14,8 +14,8 @@ from k3rewrite import _torch_private as private
 from k3rewrite.capture import capture
 from k3rewrite.errors import ContractError, UnsupportedError
 from k3rewrite.finalise import finalise, finalise_eager, finalise_inductor
-from k3rewrite.inplace_variant import ensure_registered
-from k3rewrite.vocabulary import Cost, Op
+from k3rewrite.ops.inplace_variant import ensure_registered
+from k3rewrite.ops.vocabulary import Cost, Op
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

@@ -9,8 +9,8 @@ import torch
 
 from k3rewrite import _torch_private as private
 from k3rewrite.errors import ContractError, UnsupportedError
-from k3rewrite.inplace_variant import ensure_registered, inplace_variant, split_schema
-from k3rewrite.vocabulary import Cost, Op
+from k3rewrite.ops.inplace_variant import ensure_registered, inplace_variant, split_schema
+from k3rewrite.ops.vocabulary import Cost, Op
 
 Tensor = torch.Tensor
 

@@ -15,8 +15,8 @@ from k3rewrite import _torch_private as private
 from k3rewrite.capture import capture
 from k3rewrite.finalise import ReuseRecord, reuse_storage
 from k3rewrite.graph.purity import eliminate_dead_code
-from k3rewrite.inplace_variant import ensure_registered
-from k3rewrite.vocabulary import Cost, Op
+from k3rewrite.ops.inplace_variant import ensure_registered
+from k3rewrite.ops.vocabulary import Cost, Op
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from k3rewrite.emit import Provenance, emit_unit
-from k3rewrite.kernel import Kernel
 from k3rewrite.kernels.attn_res.kernel import KERNELS as MIX_KERNELS
 from k3rewrite.kernels.attn_res_norm import KERNELS
 from k3rewrite.kernels.attn_res_norm.schedule import Schedule, padded, schedule_for, schedules_of
+from k3rewrite.ops.kernel import Kernel
 from k3rewrite.targets import load_target
 
 pytest.importorskip("triton")

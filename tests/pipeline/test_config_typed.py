@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from k3rewrite.typed import Misfit, fit
+from k3rewrite.plain_data.typed import Misfit, fit
 
 
 @dataclass

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from k3rewrite.driver.factory import build_from_factory
 from k3rewrite.errors import ConfigError
-from k3rewrite.factory import build_from_factory
 
 SOURCE = """
 import torch

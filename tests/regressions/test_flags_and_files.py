@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from k3rewrite.cli.catalogue import check_pipeline
+from k3rewrite.driver.request import resolve_request
 from k3rewrite.errors import ConfigError
 from k3rewrite.models.kimi_k3 import KimiK3Config
 from k3rewrite.models.kimi_k3 import config_json as reading
 from k3rewrite.passes import PASSES
-from k3rewrite.request import resolve_request
 from k3rewrite.targets import known_targets, load_target
 
 

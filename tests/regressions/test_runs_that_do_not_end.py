@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from k3rewrite.backend import Backend
-from k3rewrite.compile_run import compile_model
+from k3rewrite.driver.request import resolve_request
+from k3rewrite.driver.run import compile_model
 from k3rewrite.errors import CaptureError, ConfigError
 from k3rewrite.passes import PASSES
 from k3rewrite.report.schema import UNFINISHED
-from k3rewrite.request import resolve_request
 from k3rewrite.targets import known_targets
 
 SOURCE = """

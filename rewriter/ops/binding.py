@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 
-from k3rewrite.kernel import Kernel
+from k3rewrite.ops.kernel import Kernel
+from k3rewrite.ops.vocabulary import KERNEL_NAMESPACE, Op
 from k3rewrite.targets import Target
-from k3rewrite.vocabulary import KERNEL_NAMESPACE, Op
 
 KERNEL_KEY = "k3_kernel"
 """node.meta key of the `Binding` of a bound node"""

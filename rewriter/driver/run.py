@@ -16,15 +16,15 @@ import torch
 
 from k3rewrite._torch_private import FakeTensorMode
 from k3rewrite.capture import dynamo, lower, run_captured
-from k3rewrite.compilation import Compilation, Progress, Rewritten
+from k3rewrite.driver.compilation import Compilation, Progress, Rewritten
+from k3rewrite.driver.factory import build_from_factory
+from k3rewrite.driver.ranks import rank_group
+from k3rewrite.driver.request import KIMI_K3, CompileRequest
 from k3rewrite.errors import ConfigError, K3RewriteError
-from k3rewrite.factory import build_from_factory
 from k3rewrite.pipeline.expressions import Value
-from k3rewrite.ranks import rank_group
 from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import UNFINISHED, RunInfo, RunReport
 from k3rewrite.report.versions import describe_versions
-from k3rewrite.request import KIMI_K3, CompileRequest
 from k3rewrite.targets import Target, load_target, machine_arch
 
 Built = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from k3rewrite.binding import KERNEL_KEY
-from k3rewrite.cache_key import compilation_key
 from k3rewrite.capture import Captured
 from k3rewrite.checks.end_to_end import EndToEndCheck
 from k3rewrite.checks.regions import region_check
-from k3rewrite.emission import emit_kernels
+from k3rewrite.driver.cache_key import compilation_key
+from k3rewrite.emit.emission import emit_kernels
 from k3rewrite.errors import K3RewriteError
 from k3rewrite.finalise import finalise
 from k3rewrite.kernels import KERNELS, OPS
+from k3rewrite.ops.binding import KERNEL_KEY
 from k3rewrite.passes import PASSES
 from k3rewrite.pipeline.config import PipelineConfig
 from k3rewrite.pipeline.expressions import Value

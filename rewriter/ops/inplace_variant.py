@@ -18,7 +18,7 @@ import torch
 
 from k3rewrite import _torch_private as private
 from k3rewrite.errors import ContractError, UnsupportedError, did_you_mean
-from k3rewrite.vocabulary import Op
+from k3rewrite.ops.vocabulary import Op
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from torch.fx import GraphModule, Node
 
-from k3rewrite.binding import KERNEL_KEY, Binding
 from k3rewrite.emit import EmittedKernel, Provenance, emit_unit, unit_name, write_manifest
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.provenance import model_lines
-from k3rewrite.kernel import Unit
+from k3rewrite.ops.binding import KERNEL_KEY, Binding
+from k3rewrite.ops.kernel import Unit
 from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import KernelReport
 from k3rewrite.targets import Target

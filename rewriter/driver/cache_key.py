@@ -14,11 +14,11 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from k3rewrite.kernel import Kernel
+from k3rewrite.ops.kernel import Kernel
+from k3rewrite.ops.vocabulary import Op
 from k3rewrite.pipeline.settings import PipelineConfig
 from k3rewrite.report.versions import installed_versions
 from k3rewrite.targets import Target
-from k3rewrite.vocabulary import Op
 
 
 def compilation_key(
