@@ -49,7 +49,7 @@ class SelectPass(Pass):
             if kernel is None:
                 if context.on_miss == "error":
                     raise UnsupportedError(
-                        f"no kernel for k3::{target._opname}: {reason}",
+                        f"k3::{target._opname} gets no kernel: {reason}",
                         place=f"{node.name} ({where['source']})",
                         remedy="set 'on_miss: reference', or change what the reason names",
                     )
@@ -68,7 +68,7 @@ def choose(node: Node, op_name: str, context: PassContext, language: Language = 
     """The kernel for a node and why, or None and the objections of all kernels of the op."""
     kernels = [k for k in context.kernels if k.op == op_name]
     if not kernels:
-        return None, f"no kernel of k3::{op_name} in this project: left to its reference"
+        return None, f"no kernel of k3::{op_name} in this project"
     if not context.target.is_gpu:
         return None, f"target {context.target.name} runs the reference"
     arguments: dict[str, Any] = {name: node_value(value) for name, value in bound_arguments(node).items()}

@@ -14,8 +14,11 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="k3rewrite-induc
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Dynamo allows eight compilations of one function and then gives up: every test gets its own eight."""
+def fresh_torch() -> Iterator[None]:
+    """The same random numbers for a test wherever it runs in the order, and its own compilations: Dynamo allows eight
+    of one function and then gives up."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()

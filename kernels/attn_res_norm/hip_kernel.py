@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.errors import EmitError
+from k3rewrite.errors import EmitError, UnsupportedError
 from k3rewrite.graph.shapes import same_size
 from k3rewrite.kernels.attn_res.op import single_sources
 from k3rewrite.kernels.attn_res_norm import launch
@@ -217,11 +217,27 @@ def mix_rows(
     return out
 
 
-def mix_rows_by_number(prefix: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """`mix_rows` for what this kernel takes, `launch.mix_rows` for more rows than that on NVIDIA."""
+def mix_rows_by_call(prefix: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """`mix_rows` for what this kernel takes; `launch.mix_rows` for more rows than that on NVIDIA, and for tensors that
+    do not begin at 16 bytes: where the graph was captured they did, but nothing guards the addresses of later calls."""
     nvidia = launch.device_facts(prefix.device)[0] in CLUSTER_ARCHS
-    many = nvidia and math.prod(prefix.shape[:-1]) > FEW_ROWS
-    return (launch.mix_rows if many else mix_rows)(prefix, *arguments, **options)
+    if nvidia and math.prod(prefix.shape[:-1]) > FEW_ROWS:
+        return launch.mix_rows(prefix, *arguments, **options)
+    if misaligned(prefix, *arguments):
+        if importlib.util.find_spec("triton") is None:
+            raise UnsupportedError(
+                "a tensor does not begin at a multiple of 16 bytes, and Triton, which takes it, is not installed",
+                place=f"kernel {SYMBOL}",
+                remedy="install triton, or give tensors that are no slices at odd offsets",
+            )
+        return launch.mix_rows(prefix, *arguments, **options)
+    return mix_rows(prefix, *arguments, **options)
+
+
+def misaligned(*arguments: Any) -> bool:
+    """Whether a tensor among the arguments (or in a list of them) does not begin at a multiple of 16 bytes."""
+    tensors = (t for a in arguments for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor))
+    return any(tensor.data_ptr() % (2 * VECTOR) for tensor in tensors)
 
 
 @cache

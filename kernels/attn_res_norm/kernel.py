@@ -61,7 +61,7 @@ def kernels_of(op: Op, run: Callable[..., Any]) -> tuple[Kernel, Kernel]:
         op=op.name,
         language="hip",
         accepts=hip_kernel.accepts,
-        launch=functools.partial(run, mix=hip_kernel.mix_rows_by_number),
+        launch=functools.partial(run, mix=hip_kernel.mix_rows_by_call),
         units=_hip_units,
         cost_us=cost_us(HIP_FLOOR_US),
         sources=(hip_kernel.PATH, _FOLDER.parent / "portability.h", _FOLDER / "hip_kernel.py", *_TRITON_SOURCES),

@@ -200,7 +200,11 @@ def _files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
             ) from None
     files = sorted(root.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"holds neither {INDEX} nor *.safetensors", place=str(root))
+        raise CheckpointError(
+            f"holds neither {INDEX} nor *.safetensors",
+            place=str(root),
+            remedy="give the folder with the safetensors files",
+        )
     return files, None
 
 

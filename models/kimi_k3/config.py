@@ -278,6 +278,8 @@ def _checked(cls: type, changes: dict[str, Any]) -> dict[str, Any]:
     known = [f.name for f in fields(cls)]
     if unknown := [name for name in changes if name not in known]:
         raise ConfigError(
-            "; ".join(f"no field '{name}', {did_you_mean(name, known)}" for name in unknown), place="KimiK3Config"
+            "; ".join(f"no field '{name}', {did_you_mean(name, known)}" for name in unknown),
+            place="KimiK3Config",
+            remedy="correct or leave out the names",
         )
     return changes

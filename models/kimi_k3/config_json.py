@@ -56,6 +56,7 @@ _IRRELEVANT = {
     *("id2label", "label2id", "prefix", "problem_type", "pruned_heads", "sep_token_id", "task_specific_params"),
     *("tokenizer_class", "torchscript", "use_bfloat16", "tf_legacy_loss", "unk_token_id", "aux_loss_alpha"),
 }
+_FETCH = "fetch the config.json of the checkpoint again"
 
 
 def read_config_json(path: str | PathLike[str]) -> KimiK3Config:
@@ -88,16 +89,20 @@ def _text_config(path: Path) -> tuple[Mapping[str, Any], str]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", place=str(path)) from None
+        raise ConfigError(
+            f"cannot be read: {error.strerror or error}",
+            place=str(path),
+            remedy="give the path of a checkpoint's config.json",
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is no JSON: {error}", place=str(path)) from None
+        raise ConfigError(f"is no JSON: {error}", place=str(path), remedy=_FETCH) from None
     if not isinstance(content, Mapping):
-        raise ConfigError("holds no JSON object", place=str(path))
+        raise ConfigError("holds no JSON object", place=str(path), remedy=_FETCH)
     if "text_config" not in content:
         return content, str(path)
     nested = content["text_config"]
     if not isinstance(nested, Mapping):
-        raise ConfigError("'text_config' is no JSON object", place=str(path))
+        raise ConfigError("'text_config' is no JSON object", place=str(path), remedy=_FETCH)
     if "quantization_config" not in nested and "quantization_config" in content:
         nested = {**nested, "quantization_config": content["quantization_config"]}
     return nested, f"{path}, text_config"

@@ -41,16 +41,26 @@ def build_kimi_k3(
     `FakeTensorMode` nothing is allocated and no value is drawn. Raises `ConfigError` for sizes that make no sense.
     """
     if phase not in DEFAULT_TOKENS:
-        raise ConfigError(f"phase '{phase}', {did_you_mean(phase, DEFAULT_TOKENS)}", place="build_kimi_k3")
+        raise ConfigError(
+            f"phase '{phase}', {did_you_mean(phase, DEFAULT_TOKENS)}",
+            place="build_kimi_k3",
+            remedy=f"give one of {', '.join(DEFAULT_TOKENS)}",
+        )
     tokens = DEFAULT_TOKENS[phase] if tokens is None else tokens
     context = (0 if phase == "prefill" else 64) if context is None else context
     for name, value, least in (("batch", batch, 1), ("tokens", tokens, 1), ("context", context, 0)):
         if value < least:
-            raise ConfigError(f"{name} is {value}, must be at least {least}", place="build_kimi_k3")
+            raise ConfigError(
+                f"{name} is {value}, must be at least {least}", place="build_kimi_k3", remedy=f"raise {name}"
+            )
     if phase == "decode" and tokens != 1:
         raise ConfigError("a decode step takes 1 token a sequence", place="build_kimi_k3", remedy="use phase 'verify'")
     if not 0 <= padding_rows <= batch:
-        raise ConfigError(f"padding_rows is {padding_rows}, must be 0 to {batch}", place="build_kimi_k3")
+        raise ConfigError(
+            f"padding_rows is {padding_rows}, must be 0 to {batch}",
+            place="build_kimi_k3",
+            remedy="raise batch, which counts the padding rows as well, or lower padding_rows",
+        )
 
     model = KimiK3(config, dtype=dtype, device=device, group=group).eval()
     columns = tokens if phase == "verify" else 1

@@ -61,9 +61,15 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     values that are not finite.
     """
     if weight.shape[-1] % MXFP4_GROUP:
-        raise UnsupportedError(f"{weight.shape[-1]} columns are no multiple of {MXFP4_GROUP}", place="mxfp4.quantise")
+        raise UnsupportedError(
+            f"{weight.shape[-1]} columns are no multiple of {MXFP4_GROUP}",
+            place="mxfp4.quantise",
+            remedy="pad the columns with zeros, or keep this matrix in bf16",
+        )
     if not bool(torch.isfinite(weight).all()):
-        raise UnsupportedError("a value is not finite", place="mxfp4.quantise")
+        raise UnsupportedError(
+            "a value is not finite", place="mxfp4.quantise", remedy="replace infinities and NaN before quantising"
+        )
     groups = weight.double().unflatten(-1, (-1, MXFP4_GROUP))
     largest = groups.abs().amax(-1)
     exponent = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT  # frexp: mantissa in [0.5, 1)

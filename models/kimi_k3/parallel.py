@@ -10,13 +10,13 @@ Collectives are the functional ones (`_c10d_functional`), so that a captured gra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3rewrite import _torch_private as private
 from k3rewrite.errors import ConfigError
 
 ROWS, COLUMNS = 0, 1
@@ -65,10 +65,9 @@ class TensorParallel:
             return cls()
         if isinstance(group, TensorParallel):
             return group
-        # Registers the functional collectives and marks their waits as effects.
-        import_module("torch.distributed._functional_collectives")
+        private.register_functional_collectives()
         if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            group = private.group_of_name(group)
         return cls(size=dist.get_world_size(group), rank=dist.get_rank(group), group_name=group.group_name)
 
     def local(self, total: int, what: str) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from k3rewrite._torch_private import mark_static_address
 from k3rewrite.models.kimi_k3.config import KimiK3Config
 from k3rewrite.models.kimi_k3.numerics import math_dtype
 from k3rewrite.models.kimi_k3.parallel import TensorParallel
@@ -71,7 +72,7 @@ class KimiK3State(NamedTuple):
     def mark_static(self) -> KimiK3State:
         """Tell the compiler that these addresses never change, so that a captured graph may use them as they are."""
         for tensor in self.tensors():
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         return self
 
 

@@ -4,6 +4,8 @@
 * the graph is well-formed (`lint`), and every node of it has a value description;
 * only the ops of the level are in it, and only those `k3::` ops that a pass before has announced;
 * collectives stand in the same order as in the captured graph, each with its reduction and its group.
+
+What breaks it is a pass, so each remedy speaks to the author of one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import StorageMap
 from k3rewrite.ops.vocabulary import NAMESPACE
+
+_KEEP = {
+    "input": "leave the placeholders as they are, with their meta['val']",
+    "output": "leave the output node alone, and let a replacement have the dtype, shape, device and stride of what it "
+    "replaces",
+}
+"""what to do when the inputs or outputs of a graph have changed"""
 
 
 @dataclass(frozen=True)
@@ -47,26 +56,41 @@ class GraphContract:
 
     def check(self, module: GraphModule, stage: str, announced: frozenset[str]) -> None:
         """Raise ContractError if the graph after `stage` breaks it. `announced` are the `k3::` ops allowed."""
-        graph = module.graph
+        graph, place = module.graph, f"after {stage}"
         try:
             graph.lint()
         except RuntimeError as error:
-            raise ContractError(f"the graph is not well-formed: {error}", place=f"after {stage}") from error
+            raise ContractError(
+                f"the graph is not well-formed: {error}",
+                place=place,
+                remedy="put a node behind all that it reads, and erase a node only when nothing reads it",
+            ) from error
         now = GraphContract.of(module)
         for kind, old, new in (("input", self.inputs, now.inputs), ("output", self.outputs, now.outputs)):
             if len(old) != len(new):
-                raise ContractError(f"{len(old)} {kind}s became {len(new)}", place=f"after {stage}")
+                raise ContractError(f"{len(old)} {kind}s became {len(new)}", place=place, remedy=_KEEP[kind])
             for index, (a, b) in enumerate(zip(old, new, strict=True)):
                 if difference := metadata_difference(a, b):
-                    raise ContractError(f"{kind} {index}: {difference}", place=f"after {stage}")
+                    raise ContractError(f"{kind} {index}: {difference}", place=place, remedy=_KEEP[kind])
         if now.collectives != self.collectives:
             raise ContractError(
-                f"collectives {list(self.collectives)} became {list(now.collectives)}", place=f"after {stage}"
+                f"collectives {list(self.collectives)} became {list(now.collectives)}",
+                place=place,
+                remedy="leave every collective and every wait in its place, with its group: other ranks wait for it",
             )
         if lost := sorted(self.written - now.written):
-            raise ContractError(f"input {lost[0]} is not written any more", place=f"after {stage}")
+            raise ContractError(
+                f"input {lost[0]} is not written any more",
+                place=place,
+                remedy="keep the node that writes it (a copy_ at the end of the graph): the caller reads that state",
+            )
         if gained := sorted(now.written - self.written):
-            raise ContractError(f"input {gained[0]} is written, which the model does not do", place=f"after {stage}")
+            raise ContractError(
+                f"input {gained[0]} is written, which the model does not do",
+                place=place,
+                remedy="call a functional overload, or write into a tensor that the graph itself makes "
+                "(a Python function and an op without its overload count as writing what they read)",
+            )
         for node in graph.nodes:
             _check_node(node, stage, announced)
 
@@ -76,20 +100,34 @@ def _check_node(node: Node, stage: str, announced: frozenset[str]) -> None:
         return
     place = f"after {stage}, node {node.name} ({source_line(node)})"
     if node.op != "call_function":
-        raise ContractError(f"a {node.op} node in an ATen graph", place=place)
+        raise ContractError(
+            f"a {node.op} node in an ATen graph", place=place, remedy="call an ATen overload with builder.call"
+        )
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == NAMESPACE and target._opname.rstrip("_") not in announced:
-            raise ContractError(f"k3::{target._opname} was not announced by any pass", place=place)
+            raise ContractError(
+                f"k3::{target._opname} was not announced by any pass",
+                place=place,
+                remedy=f"name '{target._opname.rstrip('_')}' in `provides` of the pass that makes it",
+            )
         described = not target._schema.returns or "val" in node.meta
     elif target is operator.getitem:
         described = "val" in node.meta
     elif isinstance(target, torch._ops.HigherOrderOperator) or _is_symbolic(node):
         described = True
     else:
-        raise ContractError(f"{target} is no operator of this level", place=place)
+        raise ContractError(
+            f"{target} is no operator of this level",
+            place=place,
+            remedy="call an overload (torch.ops.aten.sin.default), no Python function and no op without its overload",
+        )
     if not described:
-        raise ContractError("a node without a value description", place=place)
+        raise ContractError(
+            "a node without a value description",
+            place=place,
+            remedy="make nodes with builder.call and builder.item, which set meta['val']",
+        )
 
 
 def _is_symbolic(node: Node) -> bool:

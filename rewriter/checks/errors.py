@@ -95,11 +95,6 @@ def _rms(values: Tensor) -> float:
     return largest * (values / largest).pow(2).mean().sqrt().item() if largest else 0.0
 
 
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    """The rms part of `measure`."""
-    return measure(value, exact).rms
-
-
 def acceptable(new: Error, old: Error, dtype: torch.dtype, factor: float = FACTOR) -> bool:
     """True if the new error is within the rule for results of `dtype`."""
     floor = floor_of(dtype)

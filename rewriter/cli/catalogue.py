@@ -15,9 +15,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from k3rewrite.driver import kimi_k3
 from k3rewrite.errors import ConfigError, did_you_mean
 from k3rewrite.pipeline.config import load_pipeline
-from k3rewrite.pipeline.expressions import MODEL_NAMES, RUN_NAMES
+from k3rewrite.pipeline.expressions import RUN_NAMES
 from k3rewrite.pipeline.layers import option_hints
 from k3rewrite.pipeline.runner import build_passes
 from k3rewrite.plain_data.located import dump_yaml
@@ -150,7 +151,7 @@ def target_table() -> Table:
 def check_pipeline(source: str) -> Text:
     """Load a pipeline against the passes, targets and names of this package; a line that says what it holds."""
     passes = known_passes()
-    names = (*RUN_NAMES, *MODEL_NAMES)
+    names = (*RUN_NAMES, *kimi_k3.count_names())
     config = load_pipeline(source, known_passes=passes, known_targets=known_targets(), known_names=names)
     build_passes(config, passes)  # their order
     load_target(config.target)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from k3rewrite.cli.catalogue import known_passes
 from k3rewrite.cli.output import Progress, show_error, stdout
-from k3rewrite.driver.request import KIMI_K3, resolve_request
+from k3rewrite.driver.request import resolve_request
 from k3rewrite.errors import K3RewriteError
 from k3rewrite.report.schema import RunReport
 from k3rewrite.report.table import pass_table, summary_lines
@@ -25,7 +25,7 @@ def compile_command(**settings: Any) -> int:
     """
     request = resolve_request(known_passes=known_passes(), known_targets=known_targets(), **settings)
     load_target(request.target)  # a description that cannot be read is an error before anything is built
-    if request.model != KIMI_K3 and os.getcwd() not in sys.path:
+    if not request.is_kimi_k3 and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # the user's module may stand where the command was started
 
     from k3rewrite.driver.run import compile_model

@@ -20,7 +20,7 @@ from k3rewrite.checks.end_to_end import EndToEndCheck
 from k3rewrite.checks.regions import region_check
 from k3rewrite.driver.cache_key import compilation_key
 from k3rewrite.emit.emission import emit_kernels
-from k3rewrite.errors import K3RewriteError
+from k3rewrite.errors import ConfigError, K3RewriteError
 from k3rewrite.finalise import finalise
 from k3rewrite.kernels import KERNELS, OPS
 from k3rewrite.ops.binding import KERNEL_KEY
@@ -70,6 +70,12 @@ class Compilation:
 
     def __post_init__(self) -> None:
         self.passes = build_passes(self.pipeline, PASSES)
+        if self.pipeline.finalise == "eager" and self.pipeline.inductor.cuda_graphs:
+            raise ConfigError(
+                "cuda_graphs does nothing without Inductor",
+                place="inductor: {cuda_graphs: true}, finalise: eager",
+                remedy="take cuda_graphs out, or set 'finalise: inductor'",
+            )
         info = self.report.info
         info.cache_key = compilation_key(
             self.pipeline, self.target, OPS.values(), KERNELS, rank=info.rank, world=info.world
@@ -145,8 +151,12 @@ class Compilation:
             ops={op.overload: op for op in OPS.values()},
             how=self.pipeline.finalise,
             static_inputs=captured.static_inputs,
+            keep_roundings=self.pipeline.inductor.keep_roundings,
+            cuda_graphs=self.pipeline.inductor.cuda_graphs,
         )
         self.report.decomposed += decomposed
+        if not self.pipeline.inductor.keep_roundings and self.pipeline.finalise == "inductor":
+            self.report.notes.append("keep_roundings is off: Inductor drops roundings of the model outside of kernels")
         self.report.notes += [
             *compiled.notes,
             *(f"added a guard while finalising: {guard}" for guard in compiled.guards),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,14 @@ def build_from_factory(
         else type(result).__name__
     )
     raise ConfigError(f"the factory returned {found}", place=place, remedy="return (module, args, kwargs)")
+
+
+def settings_taken(spec: str, names: Iterable[str]) -> frozenset[str]:
+    """Those of `names` that the factory is given when it is called."""
+    parameters = _parameters(load_factory(spec), f"model {spec}")
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return frozenset(names)
+    return frozenset(names) & {p.name for p in parameters if p.kind in _BY_NAME}
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from k3rewrite import _torch_private as private
 from k3rewrite.errors import ConfigError
 
 
@@ -32,9 +33,7 @@ def rank_group(rank: int, world: int) -> Iterator[dist.ProcessGroup | None]:
             )
         yield dist.group.WORLD
     else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
-
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        private.start_fake_group(rank, world)
         try:
             yield dist.group.WORLD
         finally:

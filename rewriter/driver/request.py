@@ -16,13 +16,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from k3rewrite.driver import kimi_k3
 from k3rewrite.errors import ConfigError, did_you_mean
 from k3rewrite.pipeline.config import AUTO_TARGET, PipelineConfig, load_pipeline
-from k3rewrite.pipeline.expressions import MODEL_NAMES, RUN_NAMES
+from k3rewrite.pipeline.expressions import RUN_NAMES
 from k3rewrite.pipeline.layers import is_known_target
 
-KIMI_K3 = "kimi-k3"
-CONFIGS = ("tiny", "tiny-tp8", "full")
 Phase: TypeAlias = Literal["decode", "verify", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 VERIFY_CHOICES = ("none", "regions", "end-to-end", "all")
@@ -79,6 +78,10 @@ class CompileRequest:
     given: frozenset[str] = frozenset()
 
     @property
+    def is_kimi_k3(self) -> bool:
+        return self.model == kimi_k3.NAME
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
@@ -128,7 +131,7 @@ def resolve_request(
     `default`. `verify=None` leaves the pipeline's own setting; the other choices replace it.
     """
     targets = tuple(known_targets)
-    own_model = model == KIMI_K3
+    own_model = model == kimi_k3.NAME
     _check_model(model)
     shapes = {"phase": phase, "batch": batch, "tokens": tokens, "context": context, "dtype": dtype, "seed": seed}
     given = frozenset(name for name, value in shapes.items() if value is not None)
@@ -171,7 +174,7 @@ def resolve_request(
         chosen,
         known_passes=known_passes,
         known_targets=targets,
-        known_names=(*RUN_NAMES, *MODEL_NAMES) if own_model else None,
+        known_names=(*RUN_NAMES, *kimi_k3.count_names()) if own_model else None,
     )
     regions = None if verify is None else verify in ("regions", "all")
     end_to_end = None if verify is None else verify in ("end-to-end", "all")
@@ -208,11 +211,11 @@ def resolve_request(
 
 
 def _check_model(model: str) -> None:
-    if model == KIMI_K3 or _FACTORY.fullmatch(model):
+    if model == kimi_k3.NAME or _FACTORY.fullmatch(model):
         return
-    near = "did you mean 'kimi-k3'? " if get_close_matches(model, [KIMI_K3]) else ""
+    near = "did you mean 'kimi-k3'? " if get_close_matches(model, [kimi_k3.NAME]) else ""
     raise ConfigError(
-        f"no model '{model}'", place="MODEL", remedy=f"{near}give '{KIMI_K3}' or 'package.module:factory'"
+        f"no model '{model}'", place="MODEL", remedy=f"{near}give '{kimi_k3.NAME}' or 'package.module:factory'"
     )
 
 
@@ -223,14 +226,16 @@ def _check_config(config: str | None, own_model: bool) -> str:
         raise ConfigError(
             "only Kimi K3 has configurations", place="--config", remedy="configure the model in its factory"
         )
-    if config in CONFIGS:
+    if config in kimi_k3.CONFIGS:
         return config
     if config.endswith(".json") or os.sep in config:
         if not Path(config).is_file():
             raise ConfigError(f"no file '{config}'", place="--config", remedy="check the path")
         return config
     raise ConfigError(
-        f"no configuration '{config}'", place="--config", remedy=f"{did_you_mean(config, CONFIGS)} or give a .json file"
+        f"no configuration '{config}'",
+        place="--config",
+        remedy=f"{did_you_mean(config, kimi_k3.CONFIGS)} or give a .json file",
     )
 
 

@@ -16,10 +16,11 @@ import torch
 
 from k3rewrite._torch_private import FakeTensorMode
 from k3rewrite.capture import dynamo, lower, run_captured
+from k3rewrite.driver import kimi_k3
 from k3rewrite.driver.compilation import Compilation, Progress, Rewritten
-from k3rewrite.driver.factory import build_from_factory
+from k3rewrite.driver.factory import build_from_factory, settings_taken
 from k3rewrite.driver.ranks import rank_group
-from k3rewrite.driver.request import KIMI_K3, CompileRequest
+from k3rewrite.driver.request import CompileRequest
 from k3rewrite.errors import ConfigError, K3RewriteError
 from k3rewrite.pipeline.expressions import Value
 from k3rewrite.report.run_folder import RunFolder
@@ -38,7 +39,7 @@ def compile_model(request: CompileRequest, progress: Progress = lambda text: Non
     """
     started = time.perf_counter()
     target = load_target(request.target)
-    config = _kimi_config(request) if request.model == KIMI_K3 else None
+    config = kimi_k3.configuration(request.config, request.layers) if request.is_kimi_k3 else None
     names = {**_run_names(request, target), **(config.counts() if config is not None else {})}
     with rank_group(request.rank, request.tp) as group, _tensors(request.run):
         progress("build the model")
@@ -117,18 +118,6 @@ def _tensors(real: bool) -> Iterator[None]:
             yield
 
 
-def _kimi_config(request: CompileRequest) -> Any:
-    from k3rewrite.models.kimi_k3 import KimiK3Config
-
-    makers: Mapping[str, Callable[[], Any]] = {
-        "tiny": KimiK3Config.tiny,
-        "tiny-tp8": KimiK3Config.tiny_tp8,
-        "full": KimiK3Config,
-    }
-    config = makers[request.config]() if request.config in makers else KimiK3Config.from_json(request.config)
-    return config if request.layers is None else config.with_layers(request.layers)
-
-
 def _run_names(request: CompileRequest, target: Target) -> dict[str, Value]:
     return {
         "tp": request.tp, "dcp": request.pipeline.parallel.dcp, "rank": request.rank, "phase": request.phase,
@@ -138,9 +127,13 @@ def _run_names(request: CompileRequest, target: Target) -> dict[str, Value]:
 
 
 def _info(request: CompileRequest, target: Target) -> RunInfo:
+    """What was compiled. Of a model of the user's, only those settings that its factory was given."""
+    shapes = {name: getattr(request, name) for name in ("phase", "batch", "tokens", "context", "dtype", "seed")}
+    if not request.is_kimi_k3:
+        taken = settings_taken(request.model, shapes)
+        shapes = {name: value for name, value in shapes.items() if name in taken}
     return RunInfo(
-        model=request.model, config=request.config, layers=request.layers, phase=request.phase, batch=request.batch,
-        tokens=request.tokens, context=request.context, dtype=request.dtype, target=target.name,
-        pipeline=request.pipeline.name, rank=request.rank, world=request.tp, seed=request.seed, command=request.command,
-        **describe_versions(),
+        model=request.model, config=request.config, layers=request.layers, target=target.name,
+        pipeline=request.pipeline.name, rank=request.rank, world=request.tp, command=request.command,
+        **shapes, **describe_versions(),
     )  # fmt: skip

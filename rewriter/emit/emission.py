@@ -37,6 +37,11 @@ class _Use:
     def lines(self) -> list[str]:
         return list(dict.fromkeys(line for node in self.nodes for line in model_lines(node)))
 
+    @property
+    def bound(self) -> list[str]:
+        """Names of the ops that stand in the graph: the op that was bound, or its in-place variant."""
+        return list(dict.fromkeys(str(node.target).removesuffix(".default") for node in self.nodes))
+
 
 def emit_kernels(module: GraphModule, target: Target, folder: RunFolder | None, *, executed: str) -> list[KernelReport]:
     """Reports of all kernels of a graph, in order of first use; files and manifest go into the run folder."""
@@ -46,7 +51,7 @@ def emit_kernels(module: GraphModule, target: Target, folder: RunFolder | None, 
     path = folder.path / "kernels" / target.name
     emitted = [
         emit_unit(use.unit, target, path, use.binding.op.name,
-                  Provenance(use.binding.op.name, use.binding.kernel.name, tuple(use.lines)))
+                  Provenance(use.binding.op.name, use.binding.kernel.name, tuple(use.lines), tuple(use.bound)))
         for use in uses
     ]  # fmt: skip
     if emitted:
@@ -76,6 +81,7 @@ def _unwritten(use: _Use, executed: str) -> KernelReport:
         source_hash=use.binding.source_hash,
         executed=executed,
         provenance=use.lines,
+        bound=use.bound,
     )
 
 

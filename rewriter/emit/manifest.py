@@ -31,7 +31,8 @@ FILE_NAME = "manifest.json"
 class ManifestEntry:
     """One kernel. Paths are relative to the manifest's folder, "" where there is no such file.
 
-    `executed` says where this source ran: a device name, "interpreter", "reference" or "no". Figures are None, and
+    `bound` are the names under which the rewritten graph calls the kernel, `provenance` the model's source lines.
+    `executed` says where this source ran: a device name, "reference" or "no". Figures are None, and
     `skipped` holds the reason, where this machine had no compiler for it. `occupancy` is in waves (warps) a SIMD
     (scheduler); sizes are bytes; `lds_bytes` is what the kernel asks for, `lds_allocated` what the hardware takes.
     """
@@ -62,6 +63,7 @@ class ManifestEntry:
     compile_seconds: float = 0.0
     skipped: str = ""
     provenance: tuple[str, ...] = field(default_factory=tuple)
+    bound: tuple[str, ...] = field(default_factory=tuple)
 
 
 def manifest_entry(emitted: EmittedKernel, folder: Path, executed: str = "no") -> ManifestEntry:
@@ -93,6 +95,7 @@ def manifest_entry(emitted: EmittedKernel, folder: Path, executed: str = "no") -
         compile_seconds=round(emitted.compile_seconds, 3),
         skipped=emitted.skipped,
         provenance=emitted.provenance.sites,
+        bound=emitted.provenance.bound,
         **figures,
     )
 
@@ -109,8 +112,9 @@ def write_manifest(
         entry = manifest_entry(kernel, folder, (executed or {}).get(kernel.name, "no"))
         if earlier := entries.get(entry.name):
             lines = tuple(dict.fromkeys(earlier.provenance + entry.provenance))
+            bound = tuple(dict.fromkeys(earlier.bound + entry.bound))
             seconds = max(earlier.compile_seconds, entry.compile_seconds)
-            entry = dataclasses.replace(entry, provenance=lines, compile_seconds=seconds)
+            entry = dataclasses.replace(entry, provenance=lines, bound=bound, compile_seconds=seconds)
         entries[entry.name] = entry
     ordered = tuple(entries[name] for name in sorted(entries))
     content = {

@@ -35,11 +35,15 @@ _SUFFIXES = {"amd": (".s", ".hsaco"), "nvidia": (".ptx", ".cubin")}
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a kernel stands for: the op, the name of its `Kernel`, and the model's source lines that it computes."""
+    """What a kernel stands for: the op, the name of its `Kernel`, and the model's source lines that it computes.
+
+    `bound` are the names under which the rewritten graph calls it ("k3_kernels.attn_res_norm__triton_h200_1f0c...").
+    """
 
     op: str
     kernel: str
     sites: tuple[str, ...] = ()
+    bound: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,11 @@ def check_graph(module: GraphModule, example_inputs: Sequence[Any]) -> Node:
         raise ContractError("the graph returns a single value, not a tuple", place="output", remedy="return a tuple")
     inputs = sum(node.op == "placeholder" for node in module.graph.nodes)
     if inputs != len(example_inputs):
-        raise ContractError(f"the graph has {inputs} inputs and {len(example_inputs)} examples", place="example_inputs")
+        raise ContractError(
+            f"the graph has {inputs} inputs and {len(example_inputs)} examples",
+            place="example_inputs",
+            remedy="give one example for each placeholder, in their order",
+        )
     return output
 
 

@@ -34,10 +34,10 @@ Table = Mapping[Any, Callable[..., Any]]
 
 @dataclass
 class Expansion:
-    """What `decompose` did. `guards` are guards that tracing a body added (none, if all bodies are well written)."""
+    """What `decompose` did: a record for each `k3::` op, how many bodies were traced, and the guards that this added
+    (none, if all bodies are well written)."""
 
     records: list[Decomposed] = field(default_factory=list)
-    expanded: int = 0
     traces: int = 0
     guards: list[str] = field(default_factory=list)
 
@@ -62,7 +62,6 @@ def decompose(module: GraphModule, ops: Mapping[torch._ops.OpOverload, Op], tabl
         if node.target in ops:
             expander.result.records.append(_record(node, ops[node.target]))
         replaced |= splice.splice(module, node, body, [replaced.get(n, n) for n in arguments])
-    expander.result.expanded = len(calls)
     if calls:
         graph.lint()
         module.recompile()
@@ -100,15 +99,18 @@ class _Expander:
 
     def _trace(self, node: Node, arguments: _Arguments) -> splice.Body | None:
         if node.target in self.active:
-            raise ContractError(f"the reference of {node.target} calls itself", place=source_line(node))
+            raise ContractError(
+                f"the reference of {node.target} calls itself",
+                place=source_line(node),
+                remedy="write the reference in plain PyTorch, or call other k3:: ops from it",
+            )
         target: Any = node.target
         function = self.ops[target].reference if target in self.ops else target
         guards = private.guard_count(self.mode)
-        fakes = arguments.fakes(self.mode)
         call = arguments.caller(function)
-        traced = private.trace(call, fakes, self.table, self.mode)
+        traced = private.trace(call, arguments.fakes(), self.table, self.mode)
         if any(effects.writes(n) for n in traced.graph.nodes):
-            traced = private.trace(call, arguments.fakes(self.mode), self.table, self.mode, functionalise=True)
+            traced = private.trace(call, arguments.fakes(), self.table, self.mode, functionalise=True)
         self.result.traces += 1
         self.result.guards += [f"{node.target}: {g}" for g in private.guard_texts(self.mode, guards)]
         if _is_itself(traced.graph, node.target, arguments):
@@ -141,7 +143,11 @@ def _check(node: Node, body: splice.Body) -> None:
     expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
     if len(expected) != len(body.results):
         found = f"{len(body.results)} results instead of {len(expected)}"
-        raise ContractError(f"the body of {node.target} gives {found}", place=source_line(node))
+        raise ContractError(
+            f"the body of {node.target} gives {found}",
+            place=source_line(node),
+            remedy="make the op's schema, fake and reference agree",
+        )
     for index, (old, new) in enumerate(zip(expected, body.result_values(), strict=True)):
         difference = metadata_difference(old, new) if old is not None else None
         if difference is not None and not difference.startswith("stride"):
@@ -171,9 +177,9 @@ class _Arguments:
         key = (node.target, _freeze(form), tuple(_describe(v) for v in values), _layout(node.meta.get("val")))
         return _Arguments(tuple(index), form, key)
 
-    def fakes(self, mode: Any) -> list[Any]:
+    def fakes(self) -> list[Any]:
         """A fresh fake tensor for each tensor node; sizes are what they are."""
-        return [_fresh(mode, n.meta.get("val")) for n in self.nodes]
+        return [splice.fresh_value(n.meta.get("val")) for n in self.nodes]
 
     def caller(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of `nodes`' values alone."""
@@ -209,14 +215,6 @@ def _fill(form: Any, values: Sequence[Any]) -> Any:
     if isinstance(form, dict):
         return {name: _fill(item, values) for name, item in form.items()}
     return form
-
-
-def _fresh(mode: Any, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return private.fresh_fake(mode, value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_fresh(mode, item) for item in value)
-    return value
 
 
 def _freeze(value: Any) -> Any:

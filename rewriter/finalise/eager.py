@@ -28,7 +28,6 @@ def finalise_eager(
     static_input_idxs: Sequence[int] = (),
     *,
     ops: Mapping[torch._ops.OpOverload, Op] | None = None,
-    in_place: bool = True,
 ) -> CompiledGraph:
     """A callable that runs `module`, a functional ATen graph, which it takes over and changes.
 
@@ -37,7 +36,6 @@ def finalise_eager(
         example_inputs: one for each input, real or fake.
         static_input_idxs: inputs whose address never changes.
         ops: `k3::` ops without a kernel, by target; they are expanded to their references.
-        in_place: write parts of inputs in place instead of copying the whole.
 
     Raises:
         ContractError: the graph does not return a tuple, or an op's fake and reference disagree.
@@ -46,7 +44,7 @@ def finalise_eager(
     check = OverlapCheck(module.graph, static_input_idxs)
     expansion = decompose(module, ops or {}, {})
     eliminate_dead_code(module.graph)
-    written = reinplace(module) if in_place else []
+    written = reinplace(module)
     module.graph.set_codegen(private.boxed_codegen())
     module.recompile()
     return CompiledGraph(

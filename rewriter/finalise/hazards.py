@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from k3rewrite import _torch_private as private
 from k3rewrite.finalise.splice import add_eager_input_values, fresh_value
 from k3rewrite.graph import effects
 from k3rewrite.graph.provenance import inherit_meta, source_line
@@ -159,7 +160,7 @@ def _pin(graph: Graph, node: Node, source: Node) -> None:
 
 def _laid_out_as_clone(value: Any) -> Any:
     fresh = fresh_value(value)
-    if isinstance(fresh, torch.Tensor) and hasattr(fresh, "fake_mode"):
+    if isinstance(fresh, private.FakeTensor):
         with fresh.fake_mode:
             return torch.empty_like(fresh)
     return fresh

@@ -36,7 +36,6 @@ def finalise_inductor(
     ops: Mapping[torch._ops.OpOverload, Op] | None = None,
     keep_roundings: bool = True,
     cuda_graphs: bool = False,
-    user_outputs: Sequence[int] | None = None,
 ) -> CompiledGraph:
     """Compile `module`, a functional ATen graph, which it takes over and changes.
 
@@ -47,7 +46,6 @@ def finalise_inductor(
         ops: `k3::` ops without a kernel, by target; they are expanded to their references.
         keep_roundings: round between low-precision operators as eager does.
         cuda_graphs: replay the compiled graph as one CUDA graph.
-        user_outputs: outputs whose strides the caller sees; all by default.
 
     Raises:
         ContractError: the graph does not return a tuple, or an op's fake and reference disagree.
@@ -69,8 +67,7 @@ def finalise_inductor(
         _prepare_calls(module.graph)
         values = output.args[0]
         assert isinstance(values, (tuple, list))
-        visible = range(len(values)) if user_outputs is None else user_outputs
-        output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(values[i], Node)]
+        output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(values) if isinstance(value, Node)]
         apart = aliasing_outputs(module)
         try:
             compiled = private.inductor_compile(

@@ -97,7 +97,7 @@ def _offers(node: Node) -> Sequence[Offer]:
         if not isinstance(value, Node) or not isinstance(source, Node):
             return []
         view, where = PART_OF[node.target], _where(node)
-        if any(isinstance(w, Node) and not hasattr(w.meta.get("val"), "node") for w in where):
+        if any(isinstance(w, Node) and not isinstance(w.meta.get("val"), (int, torch.SymInt)) for w in where):
             return []
         known = [w.meta["val"] if isinstance(w, Node) else w for w in where]
         return [Offer(node, "self", value, (node,), None, lambda t: view(t, *known), source)]

@@ -19,10 +19,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from k3rewrite.graph.arguments import bound_arguments
+from k3rewrite.graph.arguments import bound_arguments, every_node
 from k3rewrite.graph.provenance import inherit_meta, source_line
+from k3rewrite.graph.replay import relative_views
 from k3rewrite.graph.storage import StorageMap
-from k3rewrite.graph.takeover import Offer, Plan, copy_offer, every_node, plan_takeovers, relative_views
+from k3rewrite.graph.takeover import Offer, Plan, copy_offer, plan_takeovers
 from k3rewrite.ops.inplace_variant import InplaceVariant, ensure_registered, inplace_variant
 from k3rewrite.ops.vocabulary import Op
 

@@ -103,7 +103,7 @@ def _copy_node(module: GraphModule, source: GraphModule, node: Node, copies: dic
     graph = module.graph
     if node.op == "get_attr":
         assert isinstance(node.target, str)
-        copy = graph.get_attr(attach(module, node.target, _attribute(source, node.target)))
+        copy = graph.get_attr(attach(module, node.target, operator.attrgetter(node.target)(source)))
     else:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: copies[n])
         copy = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
@@ -146,13 +146,6 @@ def attach(module: GraphModule, name: str, value: Any) -> str:
     else:
         setattr(module, candidate, value)
     return candidate
-
-
-def _attribute(module: GraphModule, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _result(call: Node, body: Body, index: int, copies: dict[Node, Any]) -> Any:
@@ -212,6 +205,6 @@ def give_constants_values(module: GraphModule, mode: private.FakeTensorMode) -> 
     for node in module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
             assert isinstance(node.target, str)
-            value = _attribute(module, node.target)
+            value = operator.attrgetter(node.target)(module)
             if isinstance(value, torch.Tensor):
                 node.meta["val"] = mode.from_tensor(value, static_shapes=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 
 @lru_cache(maxsize=4096)
@@ -41,3 +42,15 @@ def bound_arguments(node: Node) -> dict[str, Any]:
         else:
             bound[name] = node.kwargs.get(name, default)
     return bound
+
+
+def every_node(value: Any) -> list[Node]:
+    """The nodes in an argument structure, in order, each as often as it stands there."""
+    found: list[Node] = []
+
+    def note(node: Node) -> Node:
+        found.append(node)
+        return node
+
+    map_arg(value, note)
+    return found

@@ -7,14 +7,14 @@ graph before and after a pass; they are arithmetic, not measurements.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
+from k3rewrite.graph.effects import is_view
 from k3rewrite.ops.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Cost, tensor_bytes
 
 FREE = Cost(0, 0, 0)
@@ -25,18 +25,16 @@ def node_value(arg: Any) -> Any:
     return map_arg(arg, lambda n: n.meta.get("val"))
 
 
-def node_cost(node: Node, op_cost: Callable[[str], Callable[..., Cost] | None] | None = None) -> Cost:
-    """Cost of one node; `op_cost` maps a `k3::` op's name to its cost function."""
+def node_cost(node: Node, op_cost: Callable[[str], Callable[..., Cost] | None]) -> Cost:
+    """Cost of one node; `op_cost` maps a `k3::` op's name to its cost function, or to None."""
     target = node.target
-    if node.op != "call_function" or target is operator.getitem:
-        return FREE
     if not isinstance(target, torch._ops.OpOverload):
         return FREE
-    if op_cost is not None and target.namespace in (NAMESPACE, KERNEL_NAMESPACE):
+    if target.namespace in (NAMESPACE, KERNEL_NAMESPACE):
         own = op_cost(target._opname.split("__")[0])
         if own is not None:
             return own(*node_value(node.args), **node_value(node.kwargs))
-    if is_view(target):
+    if is_view(node):
         return FREE
     if target in _GATHERS:
         out = tensor_bytes(node.meta.get("val"))
@@ -48,15 +46,6 @@ def node_cost(node: Node, op_cost: Callable[[str], Callable[..., Cost] | None] |
         return FREE
     read = tensor_bytes(node_value(list(node.args)), node_value(list(node.kwargs.values())))
     return Cost(1, read, tensor_bytes(node.meta.get("val")))
-
-
-def is_view(target: torch._ops.OpOverload) -> bool:
-    """True if every result of the op shares storage with an argument and nothing is written (read off the schema)."""
-    schema = target._schema
-    returned = [r.alias_info for r in schema.returns]
-    if not returned or any(a is None for a in returned):
-        return target in _VIEW_LIKE
-    return not any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
 def _is_written_in_place(copy: Node) -> bool:
@@ -74,12 +63,6 @@ _SCATTERS = frozenset(
     {_aten.index_put.default, _aten.index_copy.default, _aten.select_scatter.default, _aten.slice_scatter.default}
 )
 """ops that change a part of their first argument: they are counted as made in place"""
-_VIEW_LIKE = frozenset({torch.ops.aten._unsafe_view.default})
-
-
-def graph_cost(graph: Graph, op_cost: Callable[[str], Callable[..., Cost] | None] | None = None) -> Cost:
-    """Sum over the nodes of a graph."""
-    return sum_costs(node_cost(n, op_cost) for n in graph.nodes)
 
 
 def sum_costs(costs: Iterable[Cost]) -> Cost:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch.fx import Node
 
 from k3rewrite import _torch_private as private
+from k3rewrite.graph.arguments import every_node
 
 TRUSTED_NAMESPACES = frozenset({"aten", "prims", "prim", "k3", "k3_kernels", "quantized_decomposed"})
 """Namespaces whose schemas are believed in full. Others may hold ops that write without saying so."""
@@ -127,24 +127,13 @@ def _effect(target: torch._ops.OpOverload) -> str | None:
     return None
 
 
-def _nodes_of(value: Any) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nodes_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _nodes_of(item)
-
-
 def _argument(node: Node, where: tuple[int, str]) -> Any:
     position, name = where
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def _selected(node: Node, where: tuple[tuple[int, str], ...]) -> tuple[Node, ...]:
-    return tuple(dict.fromkeys(n for w in where for n in _nodes_of(_argument(node, w))))
+    return tuple(dict.fromkeys(n for w in where for n in every_node(_argument(node, w))))
 
 
 def is_scalar_function(node: Node) -> bool:
@@ -198,7 +187,10 @@ def is_view(node: Node) -> bool:
 
 
 def effect(node: Node) -> str | None:
-    """Why the node is more than its value (it writes, talks to other ranks, draws random numbers, ...), or None."""
+    """Why the node is more than its value (it writes, talks to other ranks, draws random numbers, ...), or None.
+
+    A node without an effect may be repeated, merged with an equal one or moved within the bounds of the data it reads.
+    """
     if node.op in ("placeholder", "output"):
         return f"is {'an input' if node.op == 'placeholder' else 'the output'} of the graph"
     if node.op == "get_attr":
@@ -215,11 +207,6 @@ def effect(node: Node) -> str | None:
         if node.meta.get("unbacked_bindings"):
             return "gives a size its name"
     return None
-
-
-def is_pure(node: Node) -> bool:
-    """True if the node may be repeated, merged with an equal one or moved within the bounds of the data it reads."""
-    return effect(node) is None
 
 
 def delete_objection(node: Node) -> str | None:

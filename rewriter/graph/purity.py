@@ -4,8 +4,9 @@
     all_reduce -> wait_tensor              neither is ever moved or deleted
     bump(x) of somebody else's library     never deleted: its schema may not say that it writes
 
-Facts of one node are in `effects.py` and can be imported from here. Questions about order need a `PurityIndex`, a
-snapshot that refuses to answer once the graph has changed: regions found by an earlier pass are never trusted.
+Facts of one node are in `effects.py`; those most asked for can be imported from here. Questions about order need a
+`PurityIndex`, a snapshot that refuses to answer once the graph has changed: regions found by an earlier pass are never
+trusted.
 """
 
 from __future__ import annotations
@@ -17,16 +18,7 @@ from torch.fx import Graph, Node
 
 from k3rewrite import _torch_private as private
 from k3rewrite.errors import ContractError
-from k3rewrite.graph.effects import (
-    aliases_of,
-    delete_objection,
-    effect,
-    is_pure,
-    is_view,
-    may_delete,
-    result_aliases,
-    writes,
-)
+from k3rewrite.graph.effects import aliases_of, delete_objection, effect, is_view, may_delete, writes
 from k3rewrite.graph.storage import StorageMap
 
 __all__ = [
@@ -35,10 +27,8 @@ __all__ = [
     "delete_objection",
     "effect",
     "eliminate_dead_code",
-    "is_pure",
     "is_view",
     "may_delete",
-    "result_aliases",
     "writes",
 ]
 
@@ -64,25 +54,6 @@ class PurityIndex:
         self._check(first, last, *values)
         low, high = sorted((self.storage.position[first], self.storage.position[last]))
         return self._first_write(values, low + 1, high)
-
-    def move_objection(self, node: Node, before: Node) -> str | None:
-        """Why `node` may not stand directly before `before`, or None if it may."""
-        self._check(node, before)
-        if (reason := effect(node)) is not None:
-            return f"{node.name} {reason}"
-        position = self.storage.position
-        target = position[before]
-        for argument in node.all_input_nodes:
-            if position[argument] >= target:
-                return f"{argument.name}, which {node.name} needs, is defined later"
-        for user in node.users:
-            if position[user] < target and user is not before:
-                return f"{user.name} uses {node.name} earlier"
-        return self._overtakes(node, before)
-
-    def can_move(self, node: Node, before: Node) -> bool:
-        """True if `node` may stand directly before `before` without a change that can be seen."""
-        return self.move_objection(node, before) is None
 
     def region_objection(self, nodes: Collection[Node], before: Node) -> str | None:
         """Why `nodes` may not be computed together directly before `before` (as a fused op would), or None.

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from k3rewrite import _torch_private as private
 
 
 def same_size(a: Any, b: Any) -> bool:
     """True if the two sizes are equal for every input; False if that is not known."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return statically_known_true(a == b)
+    return private.statically_known(a == b)
 
 
 def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -61,10 +61,8 @@ class StorageMap:
 
     # ---------------------------------------------------------------- questions
 
-    def roots(self, node: Node, result: int | None = None) -> frozenset[Root]:
-        """Storages in which a value may live; `result` picks one of several results. Empty for a size."""
-        if result is not None and node in self._elements:
-            return self._elements[node][result]
+    def roots(self, node: Node) -> frozenset[Root]:
+        """Storages in which a value may live. Empty for a size."""
         return self._roots[node]
 
     def same_storage(self, a: Node, b: Node) -> bool:

@@ -14,17 +14,17 @@ Planning changes nothing. It works on one snapshot of the graph and is linear in
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from k3rewrite import _torch_private as private
 from k3rewrite.graph import effects
+from k3rewrite.graph.arguments import every_node
+from k3rewrite.graph.replay import replay, view_source
 from k3rewrite.graph.shapes import metadata_difference, same_size, same_sizes
 from k3rewrite.graph.storage import END, Root, StorageMap, tensor_value
 
@@ -183,9 +183,9 @@ class _Planner:
                     if place is not None and (extended := _extended(place, offer, places)) is not None:
                         places[node] = extended
                 elif effects.is_view(node):
-                    source = _view_source(node)
+                    source = view_source(node)
                     if source is not None and source in places:
-                        view = _replay(node, source, places[source].view)
+                        view = replay(node, source, places[source].view)
                         if isinstance(view, torch.Tensor):
                             places[node] = replace(places[source], view=view)
         return places
@@ -312,36 +312,6 @@ def _is_input(value: Any) -> bool:
     return isinstance(value, Node) and value.op == "placeholder"
 
 
-def every_node(value: Any) -> list[Node]:
-    """The nodes in an argument structure, in order, each as often as it stands there."""
-    found: list[Node] = []
-
-    def note(node: Node) -> Node:
-        found.append(node)
-        return node
-
-    map_arg(value, note)
-    return found
-
-
-def _view_source(node: Node) -> Node | None:
-    """The one tensor that a view is taken of."""
-    source = node.args[0] if node.args else None
-    return source if isinstance(source, Node) else None
-
-
-def _replay(node: Node, source: Node, view: Any) -> Any:
-    """The same view of another tensor; None if that tensor cannot be viewed so."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: view if n is source else n.meta.get("val"))
-    if node.target is operator.getitem:
-        return view[args[1]]
-    assert callable(node.target)
-    try:
-        return node.target(*args, **kwargs)
-    except RuntimeError:  # `view` of a layout that the original did not have
-        return None
-
-
 def _extended(place: _Place, offer: Offer, places: Mapping[Node, _Place]) -> _Place | None:
     """Place of an offer's result. A scatter's source may itself be in place, on top of the same earlier offers."""
     inner = places.get(offer.source) if offer.source is not None else None
@@ -354,35 +324,3 @@ def _extended(place: _Place, offer: Offer, places: Mapping[Node, _Place]) -> _Pl
     ):
         return _Place(place.root, place.view, (offer, *inner.chain), inner.inner | {offer})
     return None if offer.only_if_there else _Place(place.root, place.view, (offer, *place.chain), place.inner)
-
-
-def relative_views(graph: Graph, nodes: Sequence[Node]) -> list[torch.Tensor] | None:
-    """Fake tensors of `nodes` as views of one storage, or None if they are not all views of one value of the graph.
-
-    Values in a rewritten graph have storage of their own each; this replays the views, so that offsets can be compared.
-    """
-    mode = private.graph_fake_mode(graph)
-    lines = [_ancestry(node) for node in nodes]
-    common = next((n for n in lines[0] if all(n in line for line in lines[1:])), None)
-    base = tensor_value(common) if common is not None else None
-    if mode is None or common is None or base is None:
-        return None
-    views = []
-    with private.no_modes(), mode, torch.no_grad():
-        start = private.fresh_fake(mode, base)
-        for line in lines:
-            value: Any = start
-            for node in reversed(line[: line.index(common)]):
-                source = _view_source(node)
-                assert source is not None
-                value = _replay(node, source, value)
-            views.append(value)
-    return views
-
-
-def _ancestry(node: Node) -> list[Node]:
-    """The node, what it is a view of, what that is a view of, and so on."""
-    line = [node]
-    while effects.is_view(line[-1]) and (source := _view_source(line[-1])) is not None:
-        line.append(source)
-    return line

@@ -62,7 +62,11 @@ def inplace_variant(op: Op, arguments: Sequence[str]) -> InplaceVariant:
     if len(set(indices)) != len(indices):
         raise UnsupportedError("two arguments would take the same result", place=place, remedy="name one of them")
     if any(index not in range(len(results)) for index in indices):
-        raise UnsupportedError(f"has {len(results)} results, not {max(indices) + 1}", place=place)
+        raise UnsupportedError(
+            f"has {len(results)} results, not {max(indices) + 1}",
+            place=place,
+            remedy=f"correct the index of the result in Op.inplace of {op.name}; the first result is 0",
+        )
     kept = tuple(i for i in range(len(results)) if i not in indices)
     all_names = _parameter_names(op)
     return InplaceVariant(
@@ -135,7 +139,11 @@ def _derive_schema(
         raise UnsupportedError("already writes an argument", place=place, remedy="start from the functional op")
     for index in indices:
         if results[index].split()[0] != "Tensor":
-            raise UnsupportedError(f"result {index} is '{results[index]}', not one tensor", place=place)
+            raise UnsupportedError(
+                f"result {index} is '{results[index]}', not one tensor",
+                place=place,
+                remedy="name a result that is a plain Tensor; a list takes over no argument's storage",
+            )
     marks = dict(zip(names, "abcdefghijklmnop", strict=False))
     derived = []
     for part in parameters:

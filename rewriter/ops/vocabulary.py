@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from k3rewrite import _torch_private as private
+
 NAMESPACE = "k3"
 KERNEL_NAMESPACE = "k3_kernels"
 """namespace of ops that `select` has bound to one kernel of one target"""
@@ -140,5 +142,4 @@ def size_hint(size: int | torch.SymInt) -> int:
     """The size with which a symbolic one was traced, without adding a guard; 0 if it has none (it depends on data)."""
     if isinstance(size, int):
         return size
-    hint = size.node.hint
-    return int(hint) if hint is not None else 0
+    return private.symbolic_hint(size) or 0

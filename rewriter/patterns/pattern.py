@@ -7,8 +7,9 @@
 * `Var` binds a tensor; a name used twice must be the same node. It never binds a number.
 * `Number` captures a scalar, or demands one by value (2 and 2.0 are the same, True and 1 are not); there are no
   wildcards for literals.
-* `call` names an operator; its overloads are in `OPERATORS`. Arguments are compared by parameter name with the
-  schema's defaults filled in; commutative operators are tried both ways.
+* `call` names an operator, whose overloads are in `OPERATORS` (`sorted(OPERATORS)` lists the names), or is given one
+  overload: `call("mul", ...)`, `call(torch.ops.aten.erf.default, ...)`. Arguments are compared by parameter name with
+  the schema's defaults filled in; commutative operators are tried both ways.
 * `Cast` is an optional dtype cast around a value; the dtype there is bound, so that a rule can check it.
 * `Views` looks through reshapes, never through transpositions or slices. `Product` is a product in any association.
 * `a | b` are alternatives. `ListOf` matches list arguments. `Item` is one result of a call with several.
@@ -18,13 +19,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from k3rewrite.errors import ConfigError, did_you_mean
+
 aten = torch.ops.aten
 
-OPERATORS: Mapping[str, frozenset[Any]] = {
+
+class _Operators(dict[str, frozenset[Any]]):
+    """Overloads by name; an unknown name is a `ConfigError` that says which names there are."""
+
+    def __missing__(self, name: str) -> frozenset[Any]:
+        raise ConfigError(
+            f"no operator '{name}'",
+            place="patterns.OPERATORS",
+            remedy=f"{did_you_mean(str(name), self)} (an op without a name here is given by its overload: "
+            "call(torch.ops.aten.erf.default, ...))",
+        )
+
+
+_NAMED = {
     "add": frozenset({aten.add.Tensor, aten.add.Scalar}),
     "sub": frozenset({aten.sub.Tensor, aten.sub.Scalar}),
     "mul": frozenset({aten.mul.Tensor, aten.mul.Scalar}),
@@ -66,6 +83,8 @@ OPERATORS: Mapping[str, frozenset[Any]] = {
     "fused_rms_norm": frozenset({aten._fused_rms_norm.default}),
     "cast": frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default}),
 }
+OPERATORS: Mapping[str, frozenset[Any]] = MappingProxyType(_Operators(_NAMED))
+"""Names of operators for `call` and for `Rule.anchors`, each with its overloads. `ConfigError` for another name."""
 COMMUTATIVE = OPERATORS["add"] | OPERATORS["mul"]
 
 
@@ -227,7 +246,8 @@ class Named(Pattern):
 
 def call(operator: str | Any, *args: Pattern | float, name: str | None = None, open: bool = False,
          **kwargs: Pattern | float | bool) -> Call:  # fmt: skip
-    """A call of a named operator (see `OPERATORS`) or of an overload; plain numbers stand for themselves."""
+    """A call of a named operator (see `OPERATORS`) or of an overload (`torch.ops.aten.erf.default`, not
+    `torch.ops.aten.erf`); plain numbers stand for themselves. `ConfigError` for a name that `OPERATORS` has not."""
     if isinstance(operator, str):
         label, targets = operator, OPERATORS[operator]
     else:

@@ -4,7 +4,7 @@
         anchors = OPERATORS["rsqrt"]                     # every node of these is a candidate site and is counted
         pattern = call("mul", Var("x"), call("rsqrt", ..., name="anchor"))
         def check(self, match): ...                      # None, or a Refusal with the reason
-        def build(self, match, builder): ...             # new nodes for the root and for what is exposed
+        def build(self, match, builder, exposed): ...    # new nodes: {"root": ...} and one for each name in exposed
 
 A rule without an example and a counterexample cannot be instantiated: a pattern that nobody has seen match, or seen
 refuse, is not known to work.

@@ -30,9 +30,6 @@ EXPECT_NAMES = ("matched", "candidates")
 RUN_NAMES = ("tp", "dcp", "rank", "phase", "batch", "tokens", "context", "dtype", "target")
 """Names that every run defines."""
 
-MODEL_NAMES = ("n_layers", "n_kda_layers", "n_mla_layers", "n_moe_layers", "n_dense_layers", "n_experts")
-"""Names that Kimi K3 defines; another model may define others."""
-
 Value: TypeAlias = bool | int | float | str
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -26,6 +26,7 @@ from k3rewrite.pipeline.settings import (
     VERSION,
     Dump,
     Finalise,
+    Inductor,
     OnMiss,
     Parallel,
     PassConfig,
@@ -35,9 +36,9 @@ from k3rewrite.pipeline.settings import (
 from k3rewrite.plain_data.located import Item
 from k3rewrite.plain_data.typed import Misfit, describe_value, fit
 
-SECTIONS: Mapping[str, type] = {"parallel": Parallel, "verify": Verify, "dump": Dump}
+SECTIONS: Mapping[str, type] = {"parallel": Parallel, "verify": Verify, "dump": Dump, "inductor": Inductor}
 PLAIN_KEYS: Mapping[str, Any] = {"target": str, "finalise": Finalise, "on_miss": OnMiss}
-TOP_KEYS = ("version", "extends", "target", "parallel", "passes", "verify", "dump", "finalise", "on_miss")
+TOP_KEYS = ("version", "extends", "target", "parallel", "passes", "verify", "dump", "finalise", "inductor", "on_miss")
 ENTRY_KEYS: Mapping[str, Any] = {
     "expect": str | None,
     "when": str | None,

@@ -53,6 +53,18 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Inductor:
+    """How `finalise: inductor` compiles what no kernel took.
+
+    `cuda_graphs` replays the compiled graph as one CUDA (HIP) graph. `keep_roundings` rounds between low-precision
+    operators as eager does; without it Inductor drops casts down and up again, and numbers change.
+    """
+
+    cuda_graphs: bool = False
+    keep_roundings: bool = True
+
+
+@dataclass(frozen=True)
 class PassConfig:
     """One pass of a pipeline. `options` holds the dataclass fields of the pass that the YAML sets, already converted.
 
@@ -78,6 +90,7 @@ class PipelineConfig:
     verify: Verify = Verify()
     dump: Dump = Dump()
     finalise: Finalise = "inductor"
+    inductor: Inductor = Inductor()
     on_miss: OnMiss = "reference"
     version: int = VERSION
     name: str = field(default="", compare=False)
@@ -112,6 +125,7 @@ class PipelineConfig:
             "verify": dataclasses.asdict(self.verify),
             "dump": {"formats": list(self.dump.formats), "passes": _listed(self.dump.passes)},
             "finalise": self.finalise,
+            "inductor": dataclasses.asdict(self.inductor),
             "on_miss": self.on_miss,
         }
         origin = " extends ".join(filter(None, (self.name, *reversed(self.extends))))

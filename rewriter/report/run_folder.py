@@ -15,7 +15,6 @@ from k3rewrite.errors import ConfigError
 from k3rewrite.report.schema import RunReport
 
 REPORT = "report.json"
-PIPELINE = "pipeline.yaml"
 _RUN = re.compile(r"run-(\d{3,})")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]+")
 

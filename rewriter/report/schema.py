@@ -94,7 +94,7 @@ class KernelReport:
     by the object and the code that ran. `executed` says where this source ran: a device name, "reference" (its meaning
     ran in its place) or "no". `skipped` says why there is no object. Resource figures come from the compiled object and
     are None where it does not give them; `occupancy` is in waves (warps) per SIMD or scheduler. `provenance` lists the
-    sites and source lines that use it.
+    sites and source lines that use it, `bound` the names under which the rewritten graph and its dumps call it.
     """
 
     op: str
@@ -111,6 +111,7 @@ class KernelReport:
     lds_bytes: int | None = None
     occupancy: float | None = None
     provenance: list[str] = field(default_factory=list)
+    bound: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -148,9 +149,10 @@ class Timings:
 
 @dataclass
 class RunInfo:
-    """What was compiled, how, with which versions. `date` is ISO 8601 with the offset; `commit` is "" outside git.
+    """What was compiled, how, with which versions; "" and None for a setting that the model was not given.
 
-    `cache_key` stands for everything beside the graph that decides the result (see cache_key.py).
+    `date` is ISO 8601 with the offset; `commit` is "" outside git. `cache_key` stands for everything beside the graph
+    that decides the result (see driver/cache_key.py).
     """
 
     model: str
@@ -165,7 +167,7 @@ class RunInfo:
     pipeline: str = ""
     rank: int = 0
     world: int = 1
-    seed: int = 0
+    seed: int | None = None
     command: str = ""
     date: str = ""
     commit: str = ""

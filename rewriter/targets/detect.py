@@ -7,6 +7,8 @@ estimates of time, which rest on the named model's bandwidth, are off.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from k3rewrite.errors import ConfigError
@@ -42,7 +44,15 @@ def machine_arch() -> str | None:
     return device_arch(properties, rocm=torch.version.hip is not None)
 
 
-def device_arch(properties: torch._C._CudaDeviceProperties, *, rocm: bool) -> str:
+class DeviceProperties(Protocol):
+    """What is read of `torch.cuda.get_device_properties`; only ROCm's torch has the last."""
+
+    major: int
+    minor: int
+    gcnArchName: str
+
+
+def device_arch(properties: DeviceProperties, *, rocm: bool) -> str:
     """`gfx942` from ROCm's "gfx942:sramecc+:xnack-"; `sm_90` from compute capability 9.0."""
     if rocm:
         return str(properties.gcnArchName).split(":")[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from k3rewrite.backend import Backend, k3rewrite
-from k3rewrite.errors import CaptureError, ConfigError
+from k3rewrite.errors import CaptureError, ConfigError, UnsupportedError
 
 EAGER = {"finalise": "eager", "target": "cpu"}
 
@@ -221,3 +221,47 @@ def test_an_expectation_that_fails_leaves_its_report(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "run-001" / "report.json").read_text())
     assert report["passes"][0]["matched"] == 1 and "expects '== 2'" in report["error"]
     assert (tmp_path / "run-001" / "graphs" / "01-lift_rms_norm.txt").exists()
+
+
+def _inductor(**settings: Any) -> dict[str, Any]:
+    return {"version": 1, "target": "cpu", "passes": [], "inductor": settings}
+
+
+def test_settings_of_inductor_reach_it() -> None:
+    """Rounding between operators is kept unless the pipeline says otherwise, and then the report says so."""
+
+    def rounds_in_between(x: Tensor) -> Tensor:
+        return (x * 1.001) * 1.001 - x
+
+    x = torch.linspace(1, 2, 256, dtype=torch.bfloat16)
+    kept, dropped = Backend({"pipeline": _inductor()}), Backend({"pipeline": _inductor(keep_roundings=False)})
+    with torch.no_grad():
+        same = torch.compile(rounds_in_between, backend=kept)(x)
+        torch._dynamo.reset()
+        other = torch.compile(rounds_in_between, backend=dropped)(x)
+    assert torch.equal(same, rounds_in_between(x)) and not torch.equal(other, same)
+    assert not kept.reports[0].notes
+    assert dropped.reports[0].notes == [
+        "keep_roundings is off: Inductor drops roundings of the model outside of kernels"
+    ]
+
+
+def test_cuda_graphs_without_inductor_or_without_a_gpu_are_an_error() -> None:
+    asked = _inductor(cuda_graphs=True)
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match="cuda_graphs does nothing without Inductor"):
+            Backend({"pipeline": asked, "finalise": "eager"})(*_traced())
+        with pytest.raises(UnsupportedError, match="no input of the graph is on a CUDA device"):
+            Backend({"pipeline": asked})(*_traced())
+
+
+def _traced() -> tuple[torch.fx.GraphModule, list[Any]]:
+    found: list[tuple[torch.fx.GraphModule, list[Any]]] = []
+
+    def keep(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append((module, inputs))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(Norm(), backend=keep)(torch.randn(2, 16))
+    return found[0]

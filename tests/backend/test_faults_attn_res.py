@@ -51,7 +51,9 @@ class Depth(nn.Module):
             values = [torch.randn(*shape, generator=generator) for _ in range(layers + 1)]
             return nn.ParameterList([nn.Parameter(v.to(dtype)) for v in values])
 
-        self.score_norm, self.proj, self.norm = parameters(width), parameters(width), parameters(width)
+        self.score_norm, self.norm = parameters(width), parameters(width)
+        # Scores of order one: larger ones choose a single source, and near ties then decide about every digit.
+        self.proj = nn.ParameterList([nn.Parameter(v / width**0.5) for v in parameters(width)])
         self.weight = nn.ParameterList([nn.Parameter(v / width**0.5) for v in parameters(width, width)])
 
     def forward(self, x: Tensor, tap: bool = False) -> tuple[Tensor, ...]:

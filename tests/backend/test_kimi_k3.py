@@ -16,6 +16,7 @@ from k3rewrite.models.kimi_k3 import KimiK3Config, build_kimi_k3
 CONFIG = KimiK3Config.minimal().with_layers(6)
 """KDA with a dense MLP, KDA and MLA with experts, blocks written at layers 0 and 4"""
 NAMES = CONFIG.counts()
+SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
 FP32_TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 
@@ -28,7 +29,7 @@ def _assert_states_equal(a: Any, b: Any) -> None:
         torch.testing.assert_close(left, right, equal_nan=True, **FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=pytest.mark.slow), "eager"])
+@pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=SLOW), "eager"])
 def test_decode_steps_with_shuffled_slots_and_padding(finalise: str) -> None:
     config = CONFIG
     model, (inputs, state), _ = build_kimi_k3(config, batch=4, context=6, dtype=torch.float32, seed=1, padding_rows=1)
@@ -52,21 +53,48 @@ def test_decode_steps_with_shuffled_slots_and_padding(finalise: str) -> None:
     assert fused["fuse_attn_res_norm"] == 2 * config.num_hidden_layers
 
 
-@pytest.mark.parametrize("phase", ["verify", "prefill"])
-def test_other_phases_equal_eager(phase: str) -> None:
-    config = CONFIG
-    tokens = {"verify": 3, "prefill": 20}[phase]
-    model, (inputs, state), _ = build_kimi_k3(config, phase=phase, batch=3, tokens=tokens, dtype=torch.float32, seed=2)
+@pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=SLOW), "eager"])
+def test_verify_steps_with_shuffled_slots_and_accepted_counts(finalise: str) -> None:
+    model, (inputs, state), _ = build_kimi_k3(
+        CONFIG, phase="verify", batch=4, tokens=3, dtype=torch.float32, seed=2, padding_rows=1
+    )
+    generator = torch.Generator().manual_seed(3)
+    steps = []
+    for _ in range(3):
+        order = torch.randperm(4, generator=generator)
+        tokens = torch.randint(0, CONFIG.vocab_size, (4, 3), generator=generator)
+        accepted = torch.randint(1, 4, (4,), generator=generator)
+        steps.append(type(inputs)(tokens, inputs.slots[order], accepted, inputs.positions[order]))
+    _run_steps(model, state, steps, "verify", finalise)
+
+
+@pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=SLOW), "eager"])
+def test_prefill_in_pieces_of_several_lengths(finalise: str) -> None:
+    model, (inputs, state), _ = build_kimi_k3(
+        CONFIG, phase="prefill", batch=3, tokens=40, dtype=torch.float32, seed=2, padding_rows=1
+    )
+    positions, steps = inputs.start_positions, []
+    for lengths in (torch.tensor([20, 7, 0]), torch.tensor([9, 20, 0])):
+        columns = positions.unsqueeze(1) + torch.arange(20)
+        steps.append(type(inputs)(inputs.tokens.gather(1, columns), inputs.slots, positions, lengths))
+        positions = positions + lengths
+    _run_steps(model, state, steps, "prefill", finalise)
+
+
+def _run_steps(model: Any, state: Any, steps: list[Any], phase: str, finalise: str) -> None:
+    """Results of every step and the states after all of them equal eager's; one graph serves all steps."""
     twin = state.clone()
-    backend = Backend(_options(phase, "eager"))
+    backend = Backend(_options(phase, finalise))
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(inputs, twin), model(inputs, state), **FP32_TOLERANCE)
+        for step in steps:
+            torch.testing.assert_close(compiled(step, twin), model(step, state), **FP32_TOLERANCE)
     _assert_states_equal(twin, state)
+    assert len(backend.reports) == 1
 
 
 @pytest.mark.parametrize("phase", ["decode", pytest.param("verify", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=pytest.mark.slow), "eager"])
+@pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=SLOW), "eager"])
 def test_bf16_is_as_near_to_fp64_as_eager(phase: str, finalise: str) -> None:
     model, args, kwargs = build_kimi_k3(CONFIG, phase=phase, batch=3, dtype=torch.bfloat16, seed=0)
     backend = Backend({**_options(phase, finalise), "verify": "all"})

@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from k3rewrite.driver.factory import build_from_factory, load_factory
+from k3rewrite.driver.factory import build_from_factory, load_factory, settings_taken
 from k3rewrite.driver.ranks import rank_group
+from k3rewrite.driver.request import resolve_request
+from k3rewrite.driver.run import compile_model
 from k3rewrite.errors import ConfigError
+from k3rewrite.passes import PASSES
+from k3rewrite.targets import known_targets
 
 SOURCE = """
 import torch
@@ -50,6 +54,19 @@ def test_factory_gets_the_settings_that_it_takes(models: str) -> None:
     assert args[0].shape == (5, 2) and args[0].dtype == torch.float64
     assert build_from_factory("user_models:anything", settings)[1] == ("batch", "dtype", "phase")
     assert isinstance(build_from_factory("user_models:Net.make", settings)[1], tuple)
+
+
+def test_a_report_says_only_what_the_model_was_given(models: str, tmp_path: Path) -> None:
+    assert settings_taken("user_models:sized", ["batch", "phase"]) == {"batch"}
+    assert settings_taken("user_models:anything", ["batch", "phase"]) == {"batch", "phase"}
+    assert settings_taken("user_models:nothing", ["batch", "phase"]) == frozenset()
+    request = resolve_request(
+        model="user_models:sized", known_passes=PASSES, known_targets=known_targets(), target="cpu", dtype="fp32",
+        pipeline={"version": 1, "finalise": "eager"}, out=tmp_path,
+    )  # fmt: skip
+    info = compile_model(request).info
+    assert (info.batch, info.dtype, info.target) == (4, "float32", "cpu")
+    assert (info.phase, info.tokens, info.context, info.seed) == ("", None, None, None)
 
 
 def test_a_setting_that_was_asked_for_is_never_ignored(models: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from k3rewrite.cli import main
+from k3rewrite.emit import read_manifest
 
 PIPELINE = """
 version: 1
@@ -46,7 +47,11 @@ def test_compile_verifies_emits_and_reports(tmp_path: Path, capsys: pytest.Captu
         assert kernel["executed"] == "reference" and kernel["spills"] == 0
         assert (run / kernel["object"]).is_file() and (run / kernel["source"]).is_file()
         assert any("attn_res.py" in line for line in kernel["provenance"])
-    assert (run / "kernels" / "mi355x" / "manifest.json").is_file()
+    rewritten = sorted((run / "graphs").glob("*.txt"))[-1].read_text()
+    bound = {name for kernel in report["kernels"] for name in kernel["bound"]}
+    assert bound and all(name in rewritten for name in bound)
+    listed = read_manifest(run / "kernels" / "mi355x")
+    assert {name for entry in listed for name in entry.bound} == bound
     assert len(list((run / "graphs").glob("*.svg"))) == len(report["passes"]) + 1
     assert "fuse_attn_res_norm" in shown.out
 

@@ -147,12 +147,6 @@ def test_what_somebody_could_notice_is_copied(function: Callable[..., Any], reas
         assert run.outputs.data_ptr() != run.inputs[1].data_ptr()
 
 
-def test_it_can_be_left_off() -> None:
-    run = compile_and_run(rows, values(), "eager", in_place=False)
-    run.assert_equal()
-    assert run.graph.in_place == []
-
-
 def test_a_symbolic_number_of_rows() -> None:
     def model(x: Tensor, p: Tensor, i: Tensor) -> Tensor:
         old = p[i]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from test_attn_res_triton import BY_NAME, call
 
+from k3rewrite.errors import UnsupportedError
 from k3rewrite.kernels.attn_res_norm import hip_kernel, launch
 from k3rewrite.targets import load_target
 
@@ -119,10 +121,31 @@ def test_a_symbolic_batch_is_served_by_the_real_number_of_rows(monkeypatch: pyte
     monkeypatch.setattr(launch, "mix_rows", lambda prefix, *rest, **options: ran.append("triton"))
     monkeypatch.setattr(hip_kernel, "mix_rows", lambda prefix, *rest, **options: ran.append("hip"))
     for shape in ((1, 8), (4, 8, 8), (33, 8), (3, 11, 8)):
-        hip_kernel.mix_rows_by_number(torch.empty(shape))
+        hip_kernel.mix_rows_by_call(torch.empty(shape))
     monkeypatch.setattr(launch, "device_facts", lambda device: ("gfx950", 256))
-    hip_kernel.mix_rows_by_number(torch.empty(4096, 8))
+    hip_kernel.mix_rows_by_call(torch.empty(4096, 8))
     assert ran == ["hip", "hip", "triton", "triton", "hip"]
+
+
+@pytest.mark.parametrize("which", ["prefix", "delta", "block", "weight"])
+def test_tensors_at_odd_addresses_are_not_read_sixteen_bytes_at_a_time(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph knows of alignment holds for the call that it was captured with; nothing guards it later."""
+    ran = []
+    monkeypatch.setattr(launch, "device_facts", lambda device: ("sm_90", 132))
+    monkeypatch.setattr(launch, "mix_rows", lambda prefix, *rest, **options: ran.append("triton"))
+    monkeypatch.setattr(hip_kernel, "mix_rows", lambda prefix, *rest, **options: ran.append("hip"))
+    whole = torch.empty(2 * 64 + 1, dtype=torch.bfloat16)
+    even, odd = whole[:-1].view(2, 64), whole[1:].view(2, 64)
+    rows = {name: odd if name == which else even for name in ("prefix", "delta", "block", "weight")}
+    call_ = (rows["prefix"], rows["delta"], [even, rows["block"]], None, rows["weight"][0], even[0], 1e-5, None, 0.0)
+    hip_kernel.mix_rows_by_call(*call_)
+    hip_kernel.mix_rows_by_call(even, None, [even], None, even[0], even[0], 1e-5, None, 0.0)
+    assert ran == ["triton", "hip"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="multiple of 16 bytes"):
+        hip_kernel.mix_rows_by_call(*call_)
 
 
 def test_few_rows_get_the_cluster_kernel_and_many_the_triton_kernel() -> None:

@@ -109,6 +109,20 @@ def test_nan_rows_stay_apart(mix: launch.MixRows) -> None:
     assert bool(dirty[2].isnan().all()) and torch.equal(dirty[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
 
 
+@pytest.mark.parametrize("offset", [1, 3, 8])
+def test_slices_at_odd_addresses(offset: int) -> None:
+    """Through the choice by call: 16 bytes at a time where they are aligned, else the kernels that ask nothing."""
+    case = make_case(5, 3, 7168, device="cuda")
+    buffer = torch.full((case.prefix.numel() + offset,), math.nan, dtype=torch.bfloat16, device="cuda")
+    moved = buffer[offset:].view_as(case.prefix).copy_(case.prefix)
+    exact = row_by_row(case.prefix + case.delta, case.chunk, case.score_norm, case.score_proj, case.norm_weight)
+    updated, normed = launch.add_attn_res_norm(
+        moved, case.delta, [case.chunk], *case.weights, **BF16, mix=hip_kernel.mix_rows_by_call
+    )
+    assert torch.equal(updated, case.prefix + case.delta)
+    assert relative_error(normed, exact) <= BOUND[torch.bfloat16]
+
+
 @pytest.mark.parametrize("mix", [triton(None), hip_kernel.mix_rows])
 def test_dependent_launches_in_a_graph_see_each_other(mix: launch.MixRows) -> None:
     """A chain of in-place updates replayed: each launch must wait for the one before it, also across replays."""

@@ -67,14 +67,3 @@ def test_no_module_is_imported_by_its_folder() -> None:
         for line in path.read_text().splitlines():
             code = line.strip()
             assert not any(code == p or code.startswith((p + ".", p + " ")) for p in pattern), f"{path}: {line}"
-
-
-def test_library_code_reaches_private_torch_in_one_place() -> None:
-    allowed = {"rewriter/_torch_private.py", "rewriter/capture/dynamo.py"}
-    for folder in FOLDERS:
-        for path in (ROOT / folder).rglob("*.py"):
-            name = path.relative_to(ROOT).as_posix()
-            for line in path.read_text().splitlines():
-                code = line.strip()
-                private = code.startswith(("from torch._", "import torch._")) and "torch._ops" not in code
-                assert name in allowed or not private, f"{name}: {code}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3rewrite.errors import ConfigError
 from k3rewrite.pipeline.config import PassConfig, PipelineConfig, load_pipeline, shipped_pipelines
-from k3rewrite.pipeline.settings import Dump, Parallel, Verify
+from k3rewrite.pipeline.settings import Dump, Inductor, Parallel, Verify
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ PIPELINES = st.builds(
         Dump, formats=st.sampled_from([(), ("txt",), ("txt", "svg")]), passes=st.sampled_from(["all", (), ("b",)])
     ),
     finalise=st.sampled_from(["inductor", "eager"]),
+    inductor=st.builds(Inductor, cuda_graphs=st.booleans(), keep_roundings=st.booleans()),
     on_miss=st.sampled_from(["reference", "error"]),
 )
 

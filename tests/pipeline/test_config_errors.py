@@ -103,6 +103,10 @@ CASES = {
         "p.yaml:3: 'dump': no pass 'lift_mpl' in this pipeline\n  remedy: did you mean 'lift_mlp'?",
     ),
     "finalise": ("version: 1\nfinalise: indcutor\n", "p.yaml:2: 'finalise': expected one of 'inductor', 'eager'"),
+    "setting of inductor": (
+        "version: 1\ninductor: {cudagraphs: true}\n",
+        "p.yaml:2: unknown key 'cudagraphs' in 'inductor'\n  remedy: did you mean 'cuda_graphs'?",
+    ),
     "passes as mapping": (
         "version: 1\npasses: {lift_mlp: {}}\n",
         "p.yaml:2: 'passes': expected a list, found a mapping",

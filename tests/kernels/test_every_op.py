@@ -1,0 +1,110 @@
+"""Every op of the vocabulary: what its fake says is what its reference does, for layouts and sizes of all kinds.
+
+A fake that promises another stride than the real op gives makes the compiler read memory in the wrong order, and an
+op without a fake works in eager mode only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attn_res_cases import EPS
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from k3rewrite import _torch_private as private
+from k3rewrite.finalise.hazards import MATERIALISE
+from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.kernels import OPS
+from k3rewrite.ops.vocabulary import Op
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WIDTH = 8
+Make = Callable[..., Tensor]
+
+LAYOUTS: dict[str, Make] = {
+    "contiguous": lambda *shape: torch.randn(*shape),
+    "transposed": lambda *shape: torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2),
+    "leading dimensions exchanged": lambda *shape: torch.randn(shape[1], shape[0], *shape[2:]).transpose(0, 1),
+    "every second column": lambda *shape: torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2],
+    "rows further apart": lambda *shape: torch.randn(*shape[:-1], shape[-1] + 4)[..., : shape[-1]],
+    "one row expanded": lambda *shape: torch.randn(*shape[1:]).expand(*shape),
+}
+
+
+def _norm(dtype: torch.dtype = BF16) -> tuple[torch.dtype, ...]:
+    return FP32, dtype, dtype
+
+
+def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
+    """Op name -> arguments of calls, a mapping at the end being those by name; `make` lays out what may be laid out."""
+    x, other = (make(*rows, WIDTH).to(BF16) for _ in range(2))
+    w, square, logits = torch.randn(WIDTH).to(BF16), torch.randn(WIDTH, WIDTH).to(BF16), make(*rows, 16)
+    sources, bank = [make(*rows, 2, WIDTH).to(BF16), other], torch.randn(*rows, 4, WIDTH).to(BF16)
+    mixed = {"compute_dtype": FP32, "out_dtype": BF16}
+    normed = {"mix_dtype": BF16, "scale_dtype": FP32, **mixed}
+    return {
+        "rms_norm": [(x, w, EPS, *_norm()), (x.float(), None, EPS, FP32, FP32, FP32), (x, None, EPS, FP32, FP32, BF16)],
+        "rms_norm_stat": [(x, w, EPS, *_norm())],
+        "gated_rms_norm": [
+            (x, w, other, EPS, "silu", *_norm(), FP32, FP32, BF16),
+            (x, None, torch.randn(*rows, WIDTH), EPS, "sigmoid", *_norm(), FP32, FP32, BF16),
+        ],
+        "l2_norm": [(x, EPS, True, FP32, BF16), (x.float(), EPS, False, FP32, FP32)],
+        "mlp": [
+            (x, square, square, square, "silu", 0.0, 0.0, FP32),
+            (x, square[:4], square[4:], square[:, ::2], "situ", 4.0, 25.0, FP32),
+        ],
+        "route": [
+            (logits, torch.randn(16), 4, "sigmoid", True, 1e-20, 2.5, True, FP32, FP32),
+            (logits.to(BF16), None, 3, "softmax", False, 0.0, 1.0, False, FP32, BF16),
+        ],
+        "attn_res": [(sources, w, square[:1], EPS, mixed)],
+        "attn_res_norm": [(x, sources, w, square[:1], EPS, w, EPS, normed)],
+        "add_attn_res_norm": [(x, other, sources, w, square[:1], EPS, w, EPS, normed)],
+        "write_attn_res_norm": [(x, other, sources, bank, 3, w, square[:1], EPS, w, EPS, normed)],
+        "materialise": [(x,), (logits,)],
+    }
+
+
+EVERY = {**OPS, "materialise": MATERIALISE}
+
+
+def test_none_is_left_out() -> None:
+    assert _calls(torch.randn, 2).keys() == EVERY.keys()
+
+
+def _apart(call: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (call[:-1], call[-1]) if isinstance(call[-1], dict) else (call, {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", EVERY.values(), ids=EVERY)
+def test_the_fake_promises_what_the_reference_gives(op: Op, layout: str) -> None:
+    for rows in ((3, 4), (2, 3, 4), (0, 4)):
+        for call in _calls(LAYOUTS[layout], *rows)[op.name]:
+            arguments, named = _apart(call)
+            real = op.overload(*arguments, **named)
+            with private.FakeTensorMode() as mode:
+                fakes = tree_map(lambda v: mode.from_tensor(v) if isinstance(v, Tensor) else v, arguments)
+                fake = op.overload(*fakes, **named)
+            assert (difference := metadata_difference(real, fake)) is None, f"{rows}: {difference}"
+            torch.library.opcheck(op.overload, arguments, named, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("op", EVERY.values(), ids=EVERY)
+def test_the_fake_takes_sizes_that_are_symbols(op: Op) -> None:
+    """Traced with dynamic sizes, compiled and compared with the plain call."""
+    for call in _calls(LAYOUTS["contiguous"], 3, 4)[op.name]:
+        with torch.no_grad():
+            torch.library.opcheck(op.overload, *_apart(call), test_utils=("test_aot_dispatch_dynamic",))
+
+
+def test_a_copy_that_keeps_a_transposition_has_its_strides() -> None:
+    """Seen elsewhere: a fake that says contiguous for a clone that preserves strides (1, 4)."""
+    x = torch.randn(3, 4).t()
+    assert MATERIALISE.overload(x).stride() == x.stride() == (1, 4)
+    assert MATERIALISE.fake(x).stride() == (1, 4)
