@@ -45,6 +45,12 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
     w, square, logits = torch.randn(WIDTH).to(BF16), torch.randn(WIDTH, WIDTH).to(BF16), make(*rows, 16)
     sources, bank = [make(*rows, 2, WIDTH).to(BF16), other], torch.randn(*rows, 4, WIDTH).to(BF16)
     mixed = {"compute_dtype": FP32, "out_dtype": BF16}
+    tokens, stacked = x.flatten(0, -2), torch.randn(4, 2 * WIDTH, WIDTH).to(BF16)
+    ids, shares = torch.randint(-1, 6, (tokens.shape[0], 3)), torch.randn(tokens.shape[0], 3)
+    halves = (stacked[:, :WIDTH], stacked[:, WIDTH:], stacked[:, ::2])
+    nibbles, scales = torch.randint(0, 256, (4, 32, 16)).to(torch.uint8), torch.randint(120, 130, (4, 32, 1))
+    packed, scaled = (nibbles,) * 3, (scales.to(torch.uint8),) * 3
+    latent = torch.randn(tokens.shape[0], 32).to(BF16)
     normed = {"mix_dtype": BF16, "scale_dtype": FP32, **mixed}
     return {
         "rms_norm": [(x, w, EPS, *_norm()), (x.float(), None, EPS, FP32, FP32, FP32), (x, None, EPS, FP32, FP32, BF16)],
@@ -61,6 +67,11 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
         "route": [
             (logits, torch.randn(16), 4, "sigmoid", True, 1e-20, 2.5, True, FP32, FP32),
             (logits.to(BF16), None, 3, "softmax", False, 0.0, 1.0, False, FP32, BF16),
+        ],
+        "experts": [
+            (tokens, ids, shares, *halves, None, None, None, "dense", "silu", 0.0, 0.0, 1, *(BF16,) * 6),
+            (tokens, ids, shares, *halves, None, None, None, "dense", "silu", 0.0, 0.0, 0, *(FP32,) * 5, BF16),
+            (latent, ids, shares, *packed, *scaled, "mxfp4", "situ", 4.0, 25.0, 0, BF16, FP32, BF16, BF16, FP32, BF16),
         ],
         "attn_res": [(sources, w, square[:1], EPS, mixed)],
         "attn_res_norm": [(x, sources, w, square[:1], EPS, w, EPS, normed)],
