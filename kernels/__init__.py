@@ -17,4 +17,4 @@ from k3rewrite.ops.vocabulary import Op
 _FOLDERS = (rms_norm, gated_rms_norm, l2_norm, mlp, route, experts, attn_res, attn_res_norm)
 
 OPS: Mapping[str, Op] = MappingProxyType({op.name: op.register() for folder in _FOLDERS for op in folder.OPS})
-KERNELS: tuple[Kernel, ...] = (*attn_res_norm.KERNELS, *attn_res_kernel.KERNELS)
+KERNELS: tuple[Kernel, ...] = (*attn_res_norm.KERNELS, *attn_res_kernel.KERNELS, *experts.KERNELS)

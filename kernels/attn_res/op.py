@@ -87,8 +87,12 @@ def depth_mix(
     score_eps: float,
     compute_dtype: torch.dtype,
 ) -> Tensor:
-    """The mix of `blocks` and `prefix` in `compute_dtype`, not rounded. A fresh tensor, shape of `prefix`."""
-    values = torch.stack([source.to(compute_dtype) for source in single_sources(prefix, blocks)], dim=-2)
+    """The mix of `blocks` and `prefix` in `compute_dtype`, not rounded. A fresh tensor, shape of `prefix`.
+
+    Chunks stay whole: how many sources one holds may be symbolic.
+    """
+    chunks = [block if block.dim() > prefix.dim() else block.unsqueeze(-2) for block in (*blocks, prefix)]
+    values = torch.cat([chunk.to(compute_dtype) for chunk in chunks], dim=-2)
     rstd = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + score_eps)
     weight = score_norm.to(compute_dtype) * score_proj.reshape(-1).to(compute_dtype)
     scores = (values * rstd * weight).sum(-1, keepdim=True)

@@ -35,6 +35,7 @@ from k3rewrite.kernels.attn_res_norm.accept import (
 )
 from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES
 from k3rewrite.ops.kernel import HipUnit
+from k3rewrite.ops.runs import hand_over
 from k3rewrite.targets import Target, load_target
 
 PATH = Path(__file__).parent / "hip" / "attn_res_norm.hip"
@@ -222,6 +223,7 @@ def mix_rows_by_call(prefix: Tensor, *arguments: Any, **options: Any) -> Tensor:
     do not begin at 16 bytes: where the graph was captured they did, but nothing guards the addresses of later calls."""
     nvidia = launch.device_facts(prefix.device)[0] in CLUSTER_ARCHS
     if nvidia and math.prod(prefix.shape[:-1]) > FEW_ROWS:
+        hand_over("triton")
         return launch.mix_rows(prefix, *arguments, **options)
     if misaligned(prefix, *arguments):
         if importlib.util.find_spec("triton") is None:
@@ -230,6 +232,7 @@ def mix_rows_by_call(prefix: Tensor, *arguments: Any, **options: Any) -> Tensor:
                 place=f"kernel {SYMBOL}",
                 remedy="install triton, or give tensors that are no slices at odd offsets",
             )
+        hand_over("triton")
         return launch.mix_rows(prefix, *arguments, **options)
     return mix_rows(prefix, *arguments, **options)
 

@@ -32,7 +32,10 @@ from k3rewrite.ops.vocabulary import Op
 from k3rewrite.targets import Target
 
 _FOLDER = Path(__file__).parent
-_TRITON_SOURCES = tuple(_FOLDER / name for name in ("triton.py", "schedule.py", "launch.py"))
+_TRITON_SOURCES = (
+    *(_FOLDER / name for name in ("triton.py", "schedule.py", "launch.py")),
+    _FOLDER.parent / "triton_math.py",
+)
 _NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 TRITON_FLOOR_US, HIP_FLOOR_US = 5.3, 2.8

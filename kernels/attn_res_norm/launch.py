@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from k3rewrite.kernels.attn_res.op import single_sources
 from k3rewrite.kernels.attn_res_norm.op import check_bank
 from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES, Schedule, padded, schedule_for, wide_enough
+from k3rewrite.kernels.devices import device_facts
 
 MixRows = Callable[..., Tensor]
 
@@ -184,14 +184,3 @@ def rows_of(tensor: Tensor) -> Tensor:
 def rows_view(tensor: Tensor) -> Tensor:
     """As `rows_of`, but never a copy, because it is written. `accepts` has refused what this cannot do."""
     return tensor.view(-1, tensor.shape[-1])
-
-
-@cache
-def device_facts(device: torch.device) -> tuple[str, int]:
-    """Architecture and compute units of a device. "cpu" stands for Triton's interpreter."""
-    from k3rewrite.targets.detect import device_arch
-
-    if device.type != "cuda":
-        return "cpu", 1
-    properties = torch.cuda.get_device_properties(device)
-    return device_arch(properties, rocm=torch.version.hip is not None), properties.multi_processor_count

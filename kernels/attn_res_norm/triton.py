@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k3rewrite.kernels.triton_math import rounded
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -40,17 +42,6 @@ def widened_again(value, PTX: tl.constexpr):
             return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return value.to(tl.float32)
-
-
-@triton.jit
-def rounded(value, DTYPE: tl.constexpr):
-    """The fp32 `value` after a round trip through DTYPE."""
-    if DTYPE == "bf16":
-        return value.to(tl.bfloat16).to(tl.float32)
-    elif DTYPE == "fp16":
-        return value.to(tl.float16).to(tl.float32)
-    else:
-        return value
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def experts_fake(
 
 def _cost(
     x: Tensor, ids: Tensor, weights: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, s_gate: Tensor | None,
-    s_up: Tensor | None, s_down: Tensor | None, format: str, *rest: object,
+    s_up: Tensor | None, s_down: Tensor | None, *rest: object, **named: object,
 ) -> Cost:  # fmt: skip
     """Two launches; the matrices of as many experts as the ids can name at most, each read once."""
     routes, count = static_numel(ids), size_hint(w_gate.shape[0])

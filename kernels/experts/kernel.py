@@ -1,0 +1,117 @@
+"""The Triton kernels of `k3::experts`, for `select` and the emitter: one kernel, whose launch chooses the path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.kernels.experts import launch
+from k3rewrite.kernels.experts.accept import accepts
+from k3rewrite.kernels.experts.op import OP
+from k3rewrite.kernels.experts.plan import LADDER, NAMES, PARAMETER, Facts, Step, plan
+from k3rewrite.kernels.experts.schedule import Schedule, schedules_of
+from k3rewrite.ops.kernel import Kernel, TritonUnit
+from k3rewrite.targets import Target
+
+_FOLDER = Path(__file__).parent
+_SOURCES = (
+    *sorted(_FOLDER.glob("triton_*.py")),
+    *(_FOLDER / name for name in ("plan.py", "schedule.py", "launch.py")),
+    _FOLDER.parent / "triton_math.py",
+)
+_FLOOR_US = 6.0
+"""two launches, the second overlapping the first; not measured yet"""
+_POINTERS = {
+    torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.float8_e4m3fn: "*u8",
+    **{dtype: f"*{name}" for dtype, name in NAMES.items()},
+}  # fmt: skip
+
+
+def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
+    return _FLOOR_US + OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+
+
+def units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
+    """Every launch of the path that the call gets; of all paths where the number of tokens is symbolic."""
+    facts = Facts.of(arguments, nvidia=target.vendor == "nvidia")
+    tokens = arguments["x"].shape[0]
+    if isinstance(tokens, int):
+        chosen = facts.schedule(target.arch, tokens)
+        calls: list[tuple[Schedule, int]] = [(chosen, tokens)]
+    else:
+        sizes = {"routes": [1], "experts": [max(1, n // facts.top_k) for n in LADDER], "sorted": [4096]}
+        every = schedules_of(target.arch, facts.inner, facts.width, packed=facts.format != "dense")
+        calls = [(schedule, size) for schedule in every for size in sizes[schedule.path]]
+    made = [_unit(step, facts, arguments) for schedule, size in calls for step in plan(facts, schedule, size)]
+    return [unit for index, unit in enumerate(made) if unit not in made[:index]]
+
+
+def _unit(step: Step, facts: Facts, arguments: Mapping[str, Any]) -> TritonUnit:
+    signature: dict[str, str] = {}
+    aligned = set()
+    for name in step.arguments:
+        parameter, kind = PARAMETER.get(name, name), _type_of(name, facts, arguments)
+        signature[parameter] = kind
+        if kind.startswith("*") or name.endswith(("_row", "_expert", "_stride")):
+            aligned.add(parameter)
+    return TritonUnit(
+        function=step.function,
+        signature=signature | dict.fromkeys(step.constants, "constexpr"),
+        constants=step.constants,
+        aligned=frozenset(aligned & _divisible(step, facts, arguments)),
+        num_warps=step.num_warps,
+        num_stages=1,
+        options={"launch_pdl": True} if step.dependent else {},
+    )
+
+
+def _type_of(name: str, facts: Facts, arguments: Mapping[str, Any]) -> str:
+    scratch = {
+        "hidden": torch.bfloat16,
+        "routed": torch.bfloat16 if facts.route == torch.bfloat16 else torch.float32,
+        "counts": torch.int32,
+        "order": torch.int32,
+        "out": facts.out,
+    }
+    if name in scratch:
+        return _POINTERS[scratch[name]]
+    value = arguments.get(name)
+    if name.startswith("s_") and name in ("s_gate", "s_up", "s_down") and value is None:
+        value = arguments["w_" + name[2:]]
+    if isinstance(value, Tensor):
+        return _POINTERS[value.dtype]
+    if name in ("beta", "linear_beta"):
+        return "fp32"
+    return "i32"
+
+
+def _divisible(step: Step, facts: Facts, arguments: Mapping[str, Any]) -> frozenset[str]:
+    """Parameters that may be taken for multiples of 16: addresses, and strides that are."""
+    strides = {"x_stride": arguments["x"].stride(0)}
+    for prefix, weight, scale in (("", "w_gate", "s_gate"), ("d", "w_down", "s_down")):
+        names = (
+            ("w_expert", "w_row", "s_expert", "s_row") if not prefix else ("d_expert", "d_row", "sd_expert", "sd_row")
+        )
+        stored, scales = arguments[weight], arguments[scale]
+        values = (*stored.stride()[:2], *(scales.stride()[:2] if scales is not None else (0, 0)))
+        strides |= dict(zip(names, values, strict=True))
+    multiples = {n for n, s in strides.items() if isinstance(s, int) and s % 16 == 0}
+    return frozenset(PARAMETER.get(name, name) for name in step.arguments if name in multiples or name not in strides)
+
+
+KERNELS = (
+    Kernel(
+        name="experts.triton",
+        op="experts",
+        language="triton",
+        accepts=accepts,
+        launch=launch.experts,
+        units=units,
+        cost_us=_cost_us,
+        sources=_SOURCES,
+    ),
+)

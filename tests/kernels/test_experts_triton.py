@@ -1,0 +1,144 @@
+"""The experts' Triton kernels without a GPU: in the interpreter against fp64, and compiled for every target."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experts_cases import BF16, FEWEST, FP32, MODEL
+
+from k3rewrite.emit import Provenance, emit_unit
+from k3rewrite.kernels.experts import KERNELS
+from k3rewrite.kernels.experts.schedule import expected_hits, schedule_for
+from k3rewrite.targets import load_target
+
+pytest.importorskip("triton")
+(KERNEL,) = KERNELS
+GPU_TARGETS = ("mi355x", "mi325x", "h200", "b200")
+BOUND = {"fewest": 1e-6, "model": 1.2e-2, "bf16": 3e-2}
+"""of the interpreter's error: it cuts bf16 off"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> list[dict[str, Any]]:
+    script = Path(__file__).with_name("experts_interpreted.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_path_computes_the_op(interpreted: list[dict[str, Any]]) -> None:
+    assert {r["path"] for r in interpreted} == {"routes", "experts", "sorted"}
+    assert len(interpreted) == 3 * (2 + 3 + 10)
+    for result in interpreted:
+        name = f"{result['name']}, {result['path']}, {result['mode']}"
+        assert result["finite"] and result["repeats"], name
+        if result["name"] == "none local":
+            assert result["largest"] == 0.0, name
+        else:
+            assert result["error"] <= BOUND[result["mode"]], f"{name}: {result['error']}"
+
+
+def test_the_paths_round_alike(interpreted: list[dict[str, Any]]) -> None:
+    """A batch that grows past the seam gets the same numbers but for the order of sums."""
+    for mode in ("model", "bf16"):
+        errors = [r["error"] for r in interpreted if r["name"] == "silu" and r["mode"] == mode]
+        assert len(errors) == 3 and max(errors) < 1.05 * min(errors)
+
+
+def call(
+    tokens: int, shape: tuple[int, int, int, int, int], format: str, dtypes: dict[str, torch.dtype] = FEWEST
+) -> dict[str, Any]:
+    """Arguments without memory; shape: experts a token, experts, widths of x, of an expert and of the result."""
+    top_k, experts, inner, width, outer = shape
+    dtype = {"dense": BF16, "mxfp4": torch.uint8, "mxfp8": torch.float8_e4m3fn}[format]
+    packing = 2 if format == "mxfp4" else 1
+    with torch.device("meta"):
+
+        def halves(columns: int, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+            both = torch.empty(experts, 2 * width, columns, dtype=kind)
+            return both[:, :width], both[:, width:]
+
+        gate, up = halves(inner // packing, dtype)
+        scales: tuple[Any, ...] = (None, None, None)
+        if format != "dense":
+            scales = (*halves(inner // 32, torch.uint8), torch.empty(experts, outer, width // 32, dtype=torch.uint8))
+        return {
+            "x": torch.empty(tokens, inner, dtype=BF16),
+            "ids": torch.empty(tokens, top_k, dtype=torch.int64),
+            "weights": torch.empty(tokens, top_k, dtype=FP32),
+            "w_gate": gate,
+            "w_up": up,
+            "w_down": torch.empty(experts, outer, width // packing, dtype=dtype),
+            **dict(zip(("s_gate", "s_up", "s_down"), scales, strict=True)),
+            "format": format,
+            "activation": "situ" if inner == 3584 else "silu",
+            "beta": 4.0,
+            "linear_beta": 25.0,
+            "first": 0,
+            **dtypes,
+        }
+
+
+K3_TP8, QWEN3 = (16, 896, 3584, 384, 3584), (8, 128, 2048, 768, 2048)
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+@pytest.mark.parametrize(
+    ("shape", "format"), [(K3_TP8, "dense"), (K3_TP8, "mxfp4"), (K3_TP8, "mxfp8"), (QWEN3, "dense")]
+)
+def test_every_launch_compiles_without_spills(
+    target: str, shape: tuple[int, int, int, int, int], format: str, tmp_path: Path
+) -> None:
+    goal, launched = load_target(target), set()
+    for tokens in (1, 64, 4096):
+        arguments = call(tokens, shape, format)
+        assert KERNEL.accepts(arguments, goal) is None
+        for unit in KERNEL.units(arguments, goal):
+            made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", KERNEL.name))
+            assert made.object is not None and made.resources is not None, made.skipped
+            assert made.resources.spills == 0, f"{unit.symbol}, {tokens} tokens"
+            assert made.resources.registers <= 255
+            assert made.resources.lds_bytes <= goal.lds_bytes_per_cu
+            launched.add(unit.symbol)
+    assert launched == {
+        "gate_up_routes", "down_tokens", "gate_up_experts", "down_experts", "combine_routes",
+        "count_routes", "place_routes", "gate_up_sorted", "down_sorted",
+    }  # fmt: skip
+
+
+def test_a_symbolic_batch_is_compiled_for_every_path() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    arguments = call(6, K3_TP8, "dense", MODEL)
+    for name in ("x", "ids", "weights"):
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        arguments[name] = mode.from_tensor(arguments[name], symbolic_context=context)
+    goal = load_target("h200")
+    assert KERNEL.accepts(arguments, goal) is None
+    symbols = [unit.symbol for unit in KERNEL.units(arguments, goal)]
+    assert {"gate_up_routes", "gate_up_experts", "gate_up_sorted"} <= set(symbols)
+    assert KERNEL.cost_us(arguments, goal) > 0
+    assert not environment.guards
+
+
+def test_tokens_that_meet_at_experts_share_reads() -> None:
+    def path(tokens: int, shape: tuple[int, int, int, int, int]) -> str:
+        top_k, experts, inner, width, _ = shape
+        return schedule_for("sm_90", tokens, top_k, experts, inner, width, packed=False).path
+
+    assert [path(n, K3_TP8) for n in (1, 8, 32, 4096)] == ["routes", "routes", "experts", "sorted"]
+    assert [path(n, QWEN3) for n in (1, 2, 8, 4096)] == ["routes", "routes", "experts", "sorted"]
+    assert expected_hits(1, 896) == pytest.approx(1) and expected_hits(10**6, 896) == pytest.approx(896)
