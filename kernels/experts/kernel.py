@@ -1,4 +1,4 @@
-"""The Triton kernels of `k3::experts`, for `select` and the emitter: one kernel, whose launch chooses the path."""
+"""The kernels of `k3::experts`, for `select` and the emitter: Triton, whose launch chooses the path, and HIP C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.experts import launch
+from k3rewrite.kernels.experts import hip_kernel, launch
 from k3rewrite.kernels.experts.accept import accepts
 from k3rewrite.kernels.experts.op import OP
 from k3rewrite.kernels.experts.plan import LADDER, NAMES, PARAMETER, Facts, Step, plan
@@ -113,5 +113,15 @@ KERNELS = (
         units=units,
         cost_us=_cost_us,
         sources=_SOURCES,
+    ),
+    Kernel(
+        name="experts.hip",
+        op="experts",
+        language="hip",
+        accepts=hip_kernel.accepts,
+        launch=hip_kernel.experts,
+        units=hip_kernel.units,
+        cost_us=lambda arguments, target: 1.01 * _cost_us(arguments, target),  # not measured yet: Triton goes first
+        sources=(hip_kernel.PATH, _FOLDER.parent / "portability.h", _FOLDER / "hip_kernel.py", *_SOURCES),
     ),
 )

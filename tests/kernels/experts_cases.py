@@ -50,13 +50,13 @@ class Case:
                 expert = named - self.first
                 if not 0 <= expert < self.gate.shape[0]:
                     continue
-                value = self.x[token].double()
+                value = self.x[token].double().cpu()
                 gate, up = self.gate[expert] @ value, self.up[expert] @ value
                 if self.activation == "silu":
                     hidden = gate / (1 + torch.exp(-gate)) * up
                 else:
                     hidden = 4 * torch.tanh(gate / 4) / (1 + torch.exp(-gate)) * 25 * torch.tanh(up / 25)
-                out[token] += self.weights[token, slot].double() * (self.down[expert] @ hidden)
+                out[token] += self.weights[token, slot].double().cpu() * (self.down[expert] @ hidden)
         return out
 
 

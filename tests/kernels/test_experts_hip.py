@@ -1,0 +1,48 @@
+"""The experts' HIP source compiled for AMD: the published form of warp decode is what its assembly shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from experts_cases import FEWEST, MODEL
+from test_experts_triton import K3_TP8, QWEN3, call
+
+from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
+from k3rewrite.kernels.experts import KERNELS, hip_kernel
+from k3rewrite.kernels.experts.plan import Facts
+from k3rewrite.targets import load_target
+
+pytest.importorskip("ziglang")
+KERNEL = KERNELS[1]
+
+
+@pytest.mark.parametrize("target", ["mi355x", "mi325x"])
+@pytest.mark.parametrize("dtypes", [FEWEST, MODEL])
+@pytest.mark.parametrize("layout", [hip_kernel.PUBLISHED, hip_kernel.CHOSEN])
+def test_no_shared_memory_no_barrier(
+    target: str, dtypes: dict[str, torch.dtype], layout: hip_kernel.Layout, tmp_path: Path
+) -> None:
+    goal = load_target(target)
+    for shape in (K3_TP8, QWEN3):
+        arguments = call(1, shape, "dense", dtypes)
+        facts = Facts.of(arguments, nvidia=False)
+        for unit in hip_kernel.both_units(facts, torch.int64, layout, goal.wave_size):
+            made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", KERNEL.name))
+            assert made.resources is not None and made.assembly is not None
+            assert made.resources.spills == 0 and made.resources.lds_bytes == 0
+            assert made.resources.registers <= 128
+            text = made.assembly.read_text()
+            assert "s_barrier" not in text and "atomic" not in text
+            assert summarise_assembly(text).dpp > 0
+
+
+def test_what_it_takes() -> None:
+    h200, cpu = load_target("h200"), load_target("cpu")
+    assert KERNEL.accepts(call(2, K3_TP8, "dense"), h200) is None
+    assert "for few tokens; 64 meet at experts" in str(KERNEL.accepts(call(64, K3_TP8, "dense"), h200))
+    assert "not mxfp4" in str(KERNEL.accepts(call(2, K3_TP8, "mxfp4"), h200))
+    assert "has no kernels" in str(KERNEL.accepts(call(2, K3_TP8, "dense"), cpu))
+    odd = call(2, K3_TP8, "dense") | {"x": torch.empty(2, 3588, dtype=torch.bfloat16, device="meta")[:, :3584]}
+    assert "rows of x do not begin at multiples of 16 bytes" in str(KERNEL.accepts(odd, h200))
