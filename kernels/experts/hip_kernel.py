@@ -23,6 +23,7 @@ from k3rewrite.kernels.devices import device_facts
 from k3rewrite.kernels.experts import accept, launch
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
+from k3rewrite.ops.runs import hand_over
 from k3rewrite.targets import Target, load_target
 
 PATH = Path(__file__).parent / "hip" / "warp_decode.hip"
@@ -102,12 +103,13 @@ def both_units(facts: Facts, ids: torch.dtype, layout: Layout, wave_size: int) -
 
 def experts(x: Tensor, ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """As `launch.experts`, which gets what these kernels do not take: more tokens, addresses at odd places."""
-    named = dict(zip(_NAMES, (x, ids, *arguments), strict=False)) | options
+    named = dict(zip(ARGUMENTS, (x, ids, *arguments), strict=False)) | options
     arch, _ = device_facts(x.device)
     facts = Facts.of(named, nvidia=arch.startswith("sm_"))
     tensors = [named[name] for name in ("x", "w_gate", "w_up", "w_down")]
     odd = any(tensor.data_ptr() % (2 * VECTOR) for tensor in tensors) or x.stride(1) != 1 or x.stride(0) % VECTOR
     if odd or not x.shape[0] or facts.schedule(arch, x.shape[0]).path != "routes":
+        hand_over("triton")
         return launch.experts(**named)
     return warp_decode(named, facts, CHOSEN)
 
@@ -142,7 +144,7 @@ def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tenso
     return out
 
 
-_NAMES = (
+ARGUMENTS = (
     "x", "ids", "weights", "w_gate", "w_up", "w_down", "s_gate", "s_up", "s_down", "format", "activation", "beta",
     "linear_beta", "first", "product_dtype", "compute_dtype", "hidden_dtype", "route_dtype", "combine_dtype",
     "out_dtype",
@@ -153,12 +155,17 @@ _NAMES = (
 @cache
 def _functions(facts: Facts, ids: torch.dtype, layout: Layout, device: torch.device) -> Mapping[str, Any]:
     """The kernels for these sizes, compiled and loaded on `device`, the current one."""
+    return loaded(both_units(facts, ids, layout, load_target("auto").wave_size))
+
+
+def loaded(wanted: Sequence[HipUnit]) -> dict[str, Any]:
+    """Symbol -> function on the current device, each unit compiled for it."""
     from k3rewrite.emit.compiler import Missing, defines_text, find_compiler
     from k3rewrite.emit.launch import load_function
     from k3rewrite.emit.source import unit_source
 
     target, found = load_target("auto"), {}
-    for unit in both_units(facts, ids, layout, target.wave_size):
+    for unit in wanted:
         compiler = find_compiler(unit, target)
         if isinstance(compiler, Missing):
             raise EmitError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.experts import hip_kernel, launch
+from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, launch
 from k3rewrite.kernels.experts.accept import accepts
 from k3rewrite.kernels.experts.op import OP
 from k3rewrite.kernels.experts.plan import LADDER, NAMES, PARAMETER, Facts, Step, plan
@@ -23,6 +23,7 @@ _SOURCES = (
     *(_FOLDER / name for name in ("plan.py", "schedule.py", "launch.py")),
     _FOLDER.parent / "triton_math.py",
 )
+_HIP_SOURCES = (_FOLDER / "hip_kernel.py", _FOLDER / "hip" / "activation.h", _FOLDER.parent / "portability.h")
 _FLOOR_US = 6.0
 """two launches, the second overlapping the first; not measured yet"""
 _POINTERS = {
@@ -114,6 +115,7 @@ KERNELS = (
         cost_us=_cost_us,
         sources=_SOURCES,
     ),
+    # Not measured yet: Triton goes first.
     Kernel(
         name="experts.hip",
         op="experts",
@@ -121,7 +123,17 @@ KERNELS = (
         accepts=hip_kernel.accepts,
         launch=hip_kernel.experts,
         units=hip_kernel.units,
-        cost_us=lambda arguments, target: 1.01 * _cost_us(arguments, target),  # not measured yet: Triton goes first
-        sources=(hip_kernel.PATH, _FOLDER.parent / "portability.h", _FOLDER / "hip_kernel.py", *_SOURCES),
+        cost_us=lambda arguments, target: 1.01 * _cost_us(arguments, target),
+        sources=(hip_kernel.PATH, *_HIP_SOURCES, *_SOURCES),
+    ),
+    Kernel(
+        name="experts.mxfp4",
+        op="experts",
+        language="hip",
+        accepts=hip_mxfp4.accepts,
+        launch=hip_mxfp4.experts,
+        units=hip_mxfp4.units,
+        cost_us=lambda arguments, target: 1.01 * _cost_us(arguments, target),
+        sources=(hip_mxfp4.PATH, _FOLDER / "hip_mxfp4.py", *_HIP_SOURCES, *_SOURCES),
     ),
 )

@@ -93,7 +93,10 @@ def find() -> NvccCompiler | NvrtcCompiler | Missing:
         major, minor = ctypes.c_int(), ctypes.c_int()
         nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         return NvrtcCompiler(f"nvrtc {major.value}.{minor.value}", library)
-    return Missing("HIP C++ for NVIDIA needs nvcc on the PATH or the NVRTC library of a CUDA build of torch")
+    return Missing(
+        "HIP C++ for NVIDIA needs nvcc on the PATH or the NVRTC library, which a CUDA build of torch and the extra "
+        "'cuda' of this package bring"
+    )
 
 
 def _nvrtc_path() -> str | None:

@@ -82,6 +82,27 @@ def test_hip_source(run: Run, shape: dict[str, int], activation: str) -> None:
         check(run, case, "model" if activation == "situ" else "bf16")
 
 
+@pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")
+@pytest.mark.parametrize(("shape", "activation"), [(K3, "situ"), (QWEN3, "silu"), (SMALL, "situ")])
+def test_mxfp4_on_matrix_units(shape: dict[str, int], activation: str) -> None:
+    """As near to fp64 as the Triton kernels: the two parts of an activation hold all of its bits."""
+    for tokens in (1, 3):
+        case = make_case(tokens, 4, **{"experts": 8, **shape}, format="mxfp4", activation=activation, device="cuda")
+        check(KERNELS[2].launch, case)
+        check(KERNELS[2].launch, case, "model" if activation == "situ" else "bf16")
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")
+def test_mxfp4_rows_with_zeros_and_with_what_is_no_number() -> None:
+    case = make_case(5, 4, **SMALL, format="mxfp4", device="cuda")
+    clean = KERNELS[2].launch(**case.arguments(FEWEST))
+    case.x[1] = 0
+    case.x[2, 3], case.x[3, 7] = math.nan, math.inf
+    dirty = KERNELS[2].launch(**case.arguments(FEWEST))
+    assert bool((dirty[1] == 0).all()) and not bool(dirty[2:4].isfinite().any())
+    assert torch.equal(dirty[[0, 4]], clean[[0, 4]])
+
+
 def test_numbers_across_the_seams() -> None:
     """One batch and the same batch with one token more get the same numbers for the tokens that they share."""
     kernel = KERNELS[0].launch

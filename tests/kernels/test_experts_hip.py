@@ -38,6 +38,48 @@ def test_no_shared_memory_no_barrier(
             assert summarise_assembly(text).dpp > 0
 
 
+@pytest.mark.parametrize("target", ["h200", "b200"])
+@pytest.mark.parametrize("layout", [hip_kernel.PUBLISHED, hip_kernel.CHOSEN])
+def test_the_published_form_in_ptx(target: str, layout: hip_kernel.Layout, tmp_path: Path) -> None:
+    goal = load_target(target)
+    for shape in (K3_TP8, QWEN3):
+        facts = Facts.of(call(1, shape, "dense"), nvidia=True)
+        for unit in hip_kernel.both_units(facts, torch.int64, layout, goal.wave_size):
+            made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", KERNEL.name))
+            if made.object is None:
+                pytest.skip(made.skipped)
+            assert made.resources is not None and made.assembly is not None
+            assert made.resources.spills == 0 and made.resources.lds_bytes == 0
+            assert made.resources.registers <= 128
+            text = made.assembly.read_text()
+            assert "shfl.sync.bfly" in text and "ld.global.nc.L1::no_allocate.v4" in text
+            assert "bar.sync" not in text and ".shared" not in text and "atom." not in text and "red." not in text
+
+
+@pytest.mark.parametrize("target", ["h200", "b200"])
+@pytest.mark.parametrize("dtypes", [FEWEST, MODEL])
+def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], tmp_path: Path) -> None:
+    goal, kernel = load_target(target), KERNELS[2]
+    for shape in (K3_TP8, QWEN3):
+        arguments = call(1, shape, "mxfp4", dtypes)
+        assert kernel.accepts(arguments, goal) is None
+        for unit in kernel.units(arguments, goal):
+            made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", kernel.name))
+            if made.object is None:
+                pytest.skip(made.skipped)
+            assert made.resources is not None and made.assembly is not None
+            assert made.resources.spills == 0 and made.resources.registers <= 168
+            assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in made.assembly.read_text()
+
+
+def test_what_mxfp4_takes() -> None:
+    kernel, h200 = KERNELS[2], load_target("h200")
+    assert "gfx950 is none of" in str(kernel.accepts(call(1, K3_TP8, "mxfp4"), load_target("mi355x")))
+    assert "not dense" in str(kernel.accepts(call(1, K3_TP8, "dense"), h200))
+    assert "a multiple of 64 is needed" in str(kernel.accepts(call(1, (2, 8, 64, 96, 64), "mxfp4"), h200))
+    assert "for few tokens" in str(kernel.accepts(call(64, K3_TP8, "mxfp4"), h200))
+
+
 def test_what_it_takes() -> None:
     h200, cpu = load_target("h200"), load_target("cpu")
     assert KERNEL.accepts(call(2, K3_TP8, "dense"), h200) is None

@@ -24,6 +24,7 @@
 //
 // Strides are in elements, of rows multiples of 8; pointers are 16-byte aligned; the columns of a row are contiguous.
 
+#include "activation.h"
 #include "portability.h"
 
 namespace {
@@ -52,32 +53,6 @@ K3_DEVICE float dot8(const u32x4& a, const float (&b)[8], float sum) {
 #pragma unroll
     for (i32 k = 0; k < 8; ++k) sum = k3::fma(values[k], b[k], sum);
     return sum;
-}
-
-// A series near 0, where the quotient cancels.
-K3_DEVICE float tanh_of(float x) {
-    const float square = x * x;
-    float near = k3::fma(square, 62.0f / 2835, -17.0f / 315);
-    near = k3::fma(square, near, 2.0f / 15);
-    near = k3::fma(square, near, -1.0f / 3);
-    near = x * k3::fma(square, near, 1.0f);
-    const float magnitude = x < 0.0f ? -x : x;
-    const float decay = fast_exp(-2.0f * magnitude);
-    const float far = (1.0f - decay) * fast_reciprocal(1.0f + decay);
-    return square < 0.09f ? near : x < 0.0f ? -far : far;
-}
-
-K3_DEVICE float when_bf16(bool round, float value) { return round ? round_to_bf16(value) : value; }
-
-K3_DEVICE float activated(float gate, float up, float beta, float linear_beta) {
-    gate = when_bf16(WARP_DECODE_PRODUCT_BF16, gate);
-    up = when_bf16(WARP_DECODE_PRODUCT_BF16, up);
-    if constexpr (WARP_DECODE_SITU) {
-        if constexpr (WARP_DECODE_LINEAR) up = linear_beta * tanh_of(up / linear_beta);
-        return beta * tanh_of(gate / beta) * fast_sigmoid(gate) * up;
-    } else {
-        return when_bf16(WARP_DECODE_COMPUTE_BF16, when_bf16(WARP_DECODE_COMPUTE_BF16, gate * fast_sigmoid(gate)) * up);
-    }
 }
 
 #if K3_NVIDIA
@@ -139,7 +114,9 @@ warp_decode_gate_up(const bf16* x, i32 x_stride, const id_type* ids, i32 first, 
     }
 #pragma unroll
     for (i32 r = 0; r < rows; ++r) {
-        const float result = activated(wave_sum(gate[r]), wave_sum(up[r]), beta, linear_beta);
+        const float result =
+            activated<WARP_DECODE_SITU, WARP_DECODE_LINEAR, WARP_DECODE_PRODUCT_BF16, WARP_DECODE_COMPUTE_BF16>(
+                wave_sum(gate[r]), wave_sum(up[r]), beta, linear_beta);
         if (lane() == 0 && row + r < WARP_DECODE_WIDTH) hidden[route * WARP_DECODE_WIDTH + row + r] = to_bf16(result);
     }
 }
