@@ -1,7 +1,7 @@
 """vLLM's fused_moe, loaded alone: its two Triton files, with the vLLM modules that they import replaced.
 
-The files come from a vLLM wheel (0.26) and are not part of this repository: `fused_moe.py`, `moe_align_block_size.py` and
-`configs/` of `vllm/model_executor/layers/fused_moe/`, and vLLM's compiled `_moe_C` extension, which sorts and sums.
+The files come from a vLLM wheel (0.26) and are not part of this repository: `fused_moe.py`, `moe_align_block_size.py`
+and `configs/` of `vllm/model_executor/layers/fused_moe/`, and vLLM's compiled `_moe_C` extension, which sorts and sums.
 Its activation is a kernel of a further extension; one Triton kernel stands in for it, as it is one kernel there too.
 """
 

@@ -15,10 +15,12 @@ from k3rewrite.passes.lift_attn_res import LiftAttnResPass
 from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNormPass
 from k3rewrite.passes.lift_l2_norm import LiftL2NormPass
 from k3rewrite.passes.lift_mlp import LiftMlpPass
+from k3rewrite.passes.lift_moe import LiftMoePass
 from k3rewrite.passes.lift_rms_norm import LiftRmsNormPass
 from k3rewrite.passes.lift_route import LiftRoutePass
 from k3rewrite.passes.reuse_storage import ReuseStoragePass
 from k3rewrite.passes.select import SelectPass
+from k3rewrite.passes.warp_decode_moe import WarpDecodeMoePass
 from k3rewrite.pipeline.pass_base import Pass
 
 ALL_PASSES: tuple[type[Pass], ...] = (
@@ -28,9 +30,11 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     LiftL2NormPass,
     LiftMlpPass,
     LiftRoutePass,
+    LiftMoePass,
     LiftAttnResPass,
     FuseAttnResNormPass,
     FuseBlockWritePass,
+    WarpDecodeMoePass,
     SelectPass,
     ReuseStoragePass,
 )

@@ -170,7 +170,7 @@ def merge_equal(graph: Graph, report: PassReport) -> None:
             continue
         report.candidates += 1
         where = {"site": node.name, "source": source_line(node), "module": module_path(node)}
-        if node.target in _CAST_TARGETS and _is_returned(kept) and _is_returned(node):
+        if _is_returned(kept) and _is_returned(node):
             report.missed.append(Miss(reason="both are returned: they must stay two tensors", **where))
             continue
         if any(w < node or any(a.op != "placeholder" for a in writes(w)) for w in writers):
@@ -184,7 +184,9 @@ def merge_equal(graph: Graph, report: PassReport) -> None:
 
 
 def _is_returned(node: Node) -> bool:
-    return any(reader.op == "output" for reader in readers(node))
+    """True if the caller gets the value itself, or of a cast a view of it: views share storage anyway."""
+    reading = readers(node) if node.target in _CAST_TARGETS else node.users
+    return any(reader.op == "output" for reader in reading)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,10 @@ class FuseBlockWrite(Rule):
             return Refusal("the block is not stored as one slot of a bank [..., slots, d]", match.root)
         if bank.dtype != prefix.dtype:
             return Refusal(f"the bank is {bank.dtype}, the prefix {prefix.dtype}", match.root)
+        if match["slot"] < 0 and not isinstance(bank.shape[-2], int):
+            return Refusal(
+                f"slot {match['slot']} is counted from the end of a bank whose number of slots is not fixed", match.root
+            )
         return None
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:

@@ -181,9 +181,8 @@ def sources(values: Node, builder: Builder) -> list[Node]:
             parts.append(part.args[0] if single else part)  # type: ignore[arg-type]
         if parts[-1].meta["val"].dim() == rank - 1:
             return parts
-    last = values.meta["val"].shape[-2] - 1
-    blocks = builder.call(torch.ops.aten.slice.Tensor, values, rank - 2, 0, last)
-    return [blocks, builder.call(torch.ops.aten.select.int, values, rank - 2, last)]
+    blocks = builder.call(torch.ops.aten.slice.Tensor, values, rank - 2, 0, -1)
+    return [blocks, builder.call(torch.ops.aten.select.int, values, rank - 2, -1)]
 
 
 def _dim(node: Node) -> Any:

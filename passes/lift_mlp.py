@@ -125,7 +125,14 @@ class LiftMlp(Rule):
         return None
 
     def _check_situ(self, match: Match) -> Refusal | None:
-        expected = self._constant(match, "beta") * (self._constant(match, "linear_beta") or 1.0)
+        beta, linear_beta = self._constant(match, "beta"), self._constant(match, "linear_beta")
+        assert beta is not None
+        captured = {"the scale of the gate half": beta, "the scale of the up half": linear_beta}
+        for what, constant in captured.items():
+            # the op takes 0.0 for a tanh that is not there
+            if constant is not None and (constant == 0.0 or not math.isfinite(constant)):
+                return Refusal(f"{what} is {constant:g}: that is no SiTU", match["activated"])
+        expected = beta * (1.0 if linear_beta is None else linear_beta)
         # beta / (1 / beta) and the order of the constants round in the last place, and no further
         if not math.isclose(match["scale"], expected, rel_tol=8 * torch.finfo(torch.float64).eps):
             return Refusal(
@@ -139,11 +146,14 @@ class LiftMlp(Rule):
         return "beta" in match.bindings or "inverse_beta" in match.bindings
 
     @staticmethod
-    def _constant(match: Match, name: str) -> float:
+    def _constant(match: Match, name: str) -> float | None:
+        """The constant as it was captured, by itself or as its inverse; None if it is in no form in the graph."""
         if name in match.bindings:
             return float(match[name])
-        inverse = match.get(f"inverse_{name}")
-        return 1.0 / float(inverse) if inverse else 0.0
+        if f"inverse_{name}" not in match.bindings:
+            return None
+        inverse = float(match[f"inverse_{name}"])
+        return 1.0 / inverse if inverse else math.inf
 
     def policy_of(self, match: Match) -> Policy:
         """In a narrow dtype the factors round in the order in which they are multiplied."""
@@ -159,8 +169,7 @@ class LiftMlp(Rule):
         else:
             w_gate, w_up = match["w_gate"], match["w_up"]
         situ = self._is_situ(match)
-        beta = self._constant(match, "beta") if situ else 0.0
-        linear_beta = self._constant(match, "linear_beta") if situ else 0.0
+        beta, linear_beta = (self._constant(match, name) or 0.0 for name in ("beta", "linear_beta"))
         node = builder.call(
             torch.ops.k3.mlp.default, match["x"], w_gate, w_up, match["w_down"], "situ" if situ else "silu", beta,
             linear_beta, match["compute"],

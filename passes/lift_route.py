@@ -8,23 +8,27 @@
     w, ids = k3::route(logits, bias, 16, "sigmoid", renormalise=True, eps=1e-20, scale=scale, ...)
 
 Softmax before the top-k and softmax over the selected logits are the other scores. Selection limited to groups of
-experts has two further top-k's and does not match.
+experts fills the scores of the other groups with -inf; it stays as it is unless there is one group only, which the
+shapes of the mask prove.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.dtypes import widens
+from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.graph.shapes import same_size, same_sizes
+from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -45,7 +49,10 @@ from k3rewrite.patterns import (
     Views,
     call,
 )
-from k3rewrite.pipeline.pass_base import RulePass
+from k3rewrite.patterns.bindings import Attempt
+from k3rewrite.patterns.rewrite import apply_rule
+from k3rewrite.pipeline.pass_base import PassContext, RulePass
+from k3rewrite.report.schema import PassReport
 
 _LOGITS = Cast(Var("logits"), "compute")
 _SIGMOID = call("sigmoid", _LOGITS, name="sigmoid")
@@ -57,7 +64,12 @@ def _topk(values: Pattern) -> Pattern:
     return call("topk", values, Number("top_k"), Anything("topk_dim"), name="anchor", open=True)
 
 
-_SELECTED = _topk(call("add", _SCORES, Var("bias"))) | _topk(_SCORES)
+def _of_groups(values: Pattern) -> Pattern:
+    """The scores, or those of some groups of experts with -inf for the others."""
+    return values | call(torch.ops.aten.masked_fill.Scalar, values, Var("mask"), Number("filled"), name="masked")
+
+
+_SELECTED = _topk(_of_groups(call("add", _SCORES, Var("bias")))) | _topk(_of_groups(_SCORES))
 _IDS = Item(_SELECTED, 1, "ids")
 _GATHERED = call("gather", _SCORES, Anything("gather_dim"), _IDS) | Item(_topk(_SCORES), 0)
 _LATE_SOFTMAX = call(
@@ -78,6 +90,18 @@ class LiftRoute(Rule):
     pattern = Cast(call("mul", _NORMED, Number("scale")) | _NORMED, "out")
     exposable = frozenset({"ids", "anchor[1]"})
     reach = 7
+
+    def is_site(self, node: Node) -> bool:
+        return not _chooses_groups(node)
+
+    def matches(self, anchor: Node) -> tuple[Iterator[Match], Attempt]:
+        found, attempt = super().matches(anchor)
+        matches = list(found)
+        limited = [match["masked"] for match in matches if "masked" in match.bindings]
+        if limited:
+            attempt.node = limited[0]
+            attempt.reason = "the selection is limited to groups of experts, or to those that a mask leaves"
+        return iter([match for match in matches if "masked" not in match.bindings]), attempt
 
     def check(self, match: Match) -> Refusal | None:
         logits, topk = match.value("logits"), match["anchor"]
@@ -101,6 +125,8 @@ class LiftRoute(Rule):
             bias = match.value("bias")
             if bias.dim() == 0 or not same_size(bias.shape[-1], logits.shape[-1]):
                 return Refusal("the selection bias does not have one entry an expert", match["bias"])
+            if any(not same_size(size, 1) for size in bias.shape[:-1]):
+                return Refusal("the selection bias has another row for each token", match["bias"])
             if torch.promote_types(bias.dtype, match["compute"]) != match["compute"]:
                 return Refusal("the selection bias is wider than the scores", match["bias"])
         return None
@@ -144,6 +170,11 @@ class LiftRoute(Rule):
             w, ids = (torch.sigmoid(logits) + bias).topk(4, dim=-1)
             return w / w.sum(-1, keepdim=True), ids
 
+        def noisy(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            s = torch.sigmoid(logits)
+            ids = (s + logits.sin()).topk(4, dim=-1).indices
+            return s.gather(-1, ids), ids
+
         def softmax_in_another_dtype(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
             w, ids = logits.topk(4, dim=-1)
             w = w.double().softmax(-1)
@@ -154,10 +185,18 @@ class LiftRoute(Rule):
 
         return (
             CounterExample("the bias is in the weights", biased_weights, _inputs, "found add"),
+            CounterExample("noise of each token", noisy, _inputs, "another row for each token"),
             CounterExample(
                 "softmax in another dtype than top-k", softmax_in_another_dtype, _inputs, "softmax over it in"
             ),
             CounterExample("ids only", sort_key_only, _inputs, "expected"),
+            CounterExample(
+                "groups of experts",
+                lambda logits, bias: _grouped(logits, bias, groups=4),
+                _inputs,
+                "limited to groups",
+                ("expected sigmoid",),
+            ),
         )
 
 
@@ -165,9 +204,89 @@ def _argument(topk: Node, name: str) -> bool:
     return bool(bound_arguments(topk)[name])
 
 
+class FoldOpenMask(Rule):
+    """masked_fill with a mask that is false everywhere: the selection of the best one of one group of experts."""
+
+    name = "fold_open_mask"
+    policy = Policy.EXACT
+    anchors = frozenset({torch.ops.aten.masked_fill.Scalar})
+    pattern = call(torch.ops.aten.masked_fill.Scalar, Var("values"), Var("mask"), Number("filled"), name="anchor")
+    reach = 0
+
+    def check(self, match: Match) -> Refusal | None:
+        if not known_everywhere(match["mask"], False):
+            return Refusal("the mask may be true somewhere", match["anchor"])
+        return None
+
+    def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
+        mask = match.value("mask")
+        return {match["mask"]: torch.zeros([size_hint(s) for s in mask.shape], dtype=mask.dtype, device=mask.device)}
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        return {"root": match["values"]}
+
+    def examples(self) -> Sequence[Example]:
+        return (Example("one group of experts", lambda logits, bias: _grouped(logits, bias, groups=1), _inputs),)
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        return (
+            CounterExample(
+                "four groups", lambda logits, bias: _grouped(logits, bias, groups=4), _inputs, "may be true somewhere"
+            ),
+        )
+
+
+def _chooses_groups(topk: Node) -> bool:
+    """True for the top-k's of a selection of groups: the best scores of a group, which are summed for another top-k,
+    and the best groups, whose numbers are only scattered into a mask."""
+    items = {user.args[1]: user for user in topk.users if user.target is operator.getitem and user.users}
+    if set(items) == {0}:
+        sums = [user for user in items[0].users if user.target in OPERATORS["sum"] or user.target in _MAXIMA]
+        chosen = [any(user.target in OPERATORS["topk"] for user in total.users) for total in sums]
+        return len(sums) == len(items[0].users) and all(chosen)
+    return set(items) == {1} and all(user.target is _aten.scatter.value for user in items[1].users)
+
+
+def known_everywhere(node: Node, wanted: bool) -> bool:
+    """True if every element of a mask is known to be `wanted`: one group that is always chosen excludes nobody."""
+    target = node.target
+    if target in (_aten.bitwise_not.default, _aten.logical_not.default):
+        return known_everywhere(node.args[0], not wanted)  # type: ignore[arg-type]
+    if target in (_aten.eq.Scalar, _aten.ne.Scalar) and node.args[1] == 0:
+        return known_everywhere(node.args[0], wanted is (target is _aten.ne.Scalar))  # type: ignore[arg-type]
+    if target in OPERATORS["cast"] or target in _SHOWN_AGAIN:
+        return known_everywhere(node.args[0], wanted)  # type: ignore[arg-type]
+    if target is _aten.scatter.value:
+        base, dim, index, value = node.args[:4]
+        assert isinstance(base, Node) and isinstance(index, Node) and isinstance(dim, int)
+        covered = same_sizes(index.meta["val"].shape, base.meta["val"].shape)
+        return covered and same_size(base.meta["val"].shape[dim], 1) and bool(value) is wanted
+    return False
+
+
+_aten = torch.ops.aten
+_MAXIMA = frozenset({_aten.amax.default})
+_SHOWN_AGAIN = (
+    OPERATORS["view"] | OPERATORS["expand"] | OPERATORS["unsqueeze"] | OPERATORS["squeeze"]
+) | {_aten.clone.default}  # fmt: skip
+
+
 def _inputs() -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(5, 16, generator=generator), torch.randn(16, generator=generator)
+
+
+def _grouped(logits: Tensor, bias: Tensor, *, groups: int) -> tuple[Tensor, Tensor]:
+    """The selection of DeepSeek-V3: the better half of the groups, by the sum of their two best scores."""
+    s = torch.sigmoid(logits)
+    biased = s + bias
+    totals = biased.view(-1, groups, s.shape[-1] // groups).topk(2, dim=-1)[0].sum(-1)
+    chosen = totals.topk(max(1, groups // 2), dim=-1, sorted=False)[1]
+    mask = torch.zeros_like(totals).scatter_(1, chosen, 1)
+    mask = mask.unsqueeze(-1).expand(-1, groups, s.shape[-1] // groups).reshape(-1, s.shape[-1])
+    ids = biased.masked_fill(~mask.bool(), float("-inf")).topk(4, dim=-1, sorted=False)[1]
+    w = s.gather(1, ids)
+    return w / (w.sum(-1, keepdim=True) + 1e-20) * 2.5, ids
 
 
 @dataclass(frozen=True)
@@ -178,4 +297,12 @@ class LiftRoutePass(RulePass):
     provides: ClassVar[frozenset[str]] = frozenset({"route"})
 
     def rules(self) -> tuple[Rule, ...]:
-        return (LiftRoute(),)
+        return (FoldOpenMask(), LiftRoute())
+
+    def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
+        fold, lift = self.rules()
+        folded = PassReport(fold.name)  # what it leaves alone is no router that was missed
+        apply_rule(fold, module, folded, verify=context.verify_site)
+        if folded.matched:
+            eliminate_dead_code(module.graph)  # the choice of groups reads the scores, and nothing reads it any more
+        apply_rule(lift, module, report, allow_changes_rounding=self.allow_changes_rounding, verify=context.verify_site)

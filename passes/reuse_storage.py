@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from torch.fx import GraphModule
 
 from k3rewrite.finalise.reuse_storage import reuse_storage
 from k3rewrite.graph.provenance import module_path
-from k3rewrite.ops.binding import KERNEL_KEY, bind
+from k3rewrite.ops.binding import KERNEL_KEY, Binding, bind
 from k3rewrite.ops.inplace_variant import InplaceVariant, inplace_variant
-from k3rewrite.ops.kernel import Kernel
 from k3rewrite.ops.vocabulary import Op
 from k3rewrite.pipeline.pass_base import Pass, PassContext
 from k3rewrite.report.schema import Miss, PassReport, Site
@@ -36,21 +34,18 @@ class ReuseStoragePass(Pass):
 
     def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
         bound = {}
-        kernels: dict[str, Kernel] = {}
+        bindings: dict[str, Binding] = {}
         modules = {}
-        bindings = {}
         for node in module.graph.nodes:
             if (binding := node.meta.get(KERNEL_KEY)) is not None:
-                op, _ = bind(binding.op, binding.kernel, binding.target, binding.native)
+                op, _ = bind(binding.op, binding.kernel, binding.target, binding.native, binding.ranks)
                 bound[op.overload] = op
-                kernels[op.name] = binding.kernel
                 bindings[op.name] = binding
                 modules[node.name] = module_path(node)
 
         def variant_of(op: Op, arguments: Sequence[str]) -> InplaceVariant:
-            variant = inplace_variant(op, arguments)
-            launch = partial(kernels[op.name].launch, in_place=True)
-            return replace(variant, namespace=op.namespace, implementations=dict.fromkeys(op.implementations, launch))
+            variant = replace(inplace_variant(op, arguments), namespace=op.namespace)
+            return replace(variant, implementations=bindings[op.name].implementations(variant, in_place=True))
 
         for record in reuse_storage(module, bound, make_variant=variant_of):
             report.candidates += 1
@@ -62,7 +57,3 @@ class ReuseStoragePass(Pass):
                 report.sites.append(Site(replaced_by=f"writes '{record.argument}' in place", **where))
             else:
                 report.missed.append(Miss(reason=f"'{record.argument}': {record.reason}", **where))
-        for node in module.graph.nodes:
-            name = getattr(node.target, "_opname", "")
-            if name.endswith("_") and name[:-1] in bindings:
-                node.meta[KERNEL_KEY] = bindings[name[:-1]]

@@ -56,7 +56,7 @@ class SelectPass(Pass):
                 node.meta[REASON_KEY] = reason
                 report.missed.append(Miss(reason=reason, **where))
                 continue
-            op, binding = bind(context.ops[target._opname], kernel, context.target, context.native)
+            op, binding = bind(context.ops[target._opname], kernel, context.target, context.native, context.ranks)
             node.target = op.overload
             node.meta[KERNEL_KEY] = binding
             node.meta[REASON_KEY] = reason

@@ -10,7 +10,8 @@
     dump      folder in which each compiled graph leaves a fresh run-NNN             (default: nothing on disk)
     verify    "none", "regions", "end-to-end" or "all"                               (default: the pipeline's)
     finalise  "inductor" or "eager"                                                  (default: the pipeline's)
-    names     values that `expect` and `when` of the pipeline may use, beside tp, dcp, target and n_layers
+    names     values that `expect` and `when` of the pipeline may use, beside tp, dcp, rank and target, which every run
+              has, and n_layers, which is read off the model
 
 A `Backend` made by hand does the same and keeps the reports: `backend = Backend(options)`, `backend.reports`.
 """
@@ -18,13 +19,15 @@ A `Backend` made by hand does the same and keeps the reports: `backend = Backend
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from k3rewrite.capture import lower
+from k3rewrite.driver.choices import FINALISE, VERIFY, check_choice
 from k3rewrite.driver.compilation import Compilation
+from k3rewrite.driver.names import check_given, names_in_programs, own_values
 from k3rewrite.errors import ConfigError, K3RewriteError, did_you_mean
 from k3rewrite.passes import PASSES
 from k3rewrite.pipeline.config import load_pipeline
@@ -35,15 +38,6 @@ from k3rewrite.report.versions import describe_versions
 from k3rewrite.targets import known_targets, load_target
 
 OPTIONS = ("pipeline", "target", "dump", "verify", "finalise", "names")
-VERIFY = {
-    "none": (False, False),
-    "regions": (True, False),
-    "end-to-end": (False, True),
-    "all": (True, True),
-}
-FINALISE = ("inductor", "eager")
-OWN_NAMES = ("tp", "dcp", "rank", "target", "n_layers")
-"""names for `expect` and `when` that need not be given; the number of layers is read off the module paths"""
 PLACE = "options of backend 'k3rewrite'"
 
 
@@ -62,21 +56,17 @@ class Backend:
             _pipeline(options),
             known_passes=PASSES,
             known_targets=known_targets(),
-            known_names=(*OWN_NAMES, *names),
+            known_names=names_in_programs(names),
         )
-        regions, end_to_end = _choice(options, "verify", VERIFY) or (None, None)
+        verify, how = _choice(options, "verify", VERIFY), _choice(options, "finalise", FINALISE)
         self.pipeline = pipeline.override(
             target=_text(options, "target"),
-            regions=regions,
-            end_to_end=end_to_end,
-            finalise=_choice(options, "finalise", dict(zip(FINALISE, FINALISE, strict=True))),  # type: ignore[arg-type]
+            verify=None if verify is None else VERIFY[verify],
+            finalise=how,  # type: ignore[arg-type]  # _choice returns one of FINALISE
         )
         self.target = load_target(self.pipeline.target)
         self.rank, self.world = _ranks(self.pipeline.parallel.tp)
-        own: dict[str, Value] = {
-            "tp": self.world, "dcp": self.pipeline.parallel.dcp, "rank": self.rank, "target": self.target.name,
-        }  # fmt: skip
-        self.names = {**own, **names}
+        self.names = {**names, **own_values(self.pipeline, self.target.name, rank=self.rank, world=self.world)}
         self.dump = options.get("dump")
         if self.dump is not None and (not isinstance(self.dump, (str, os.PathLike)) or not os.fspath(self.dump)):
             raise ConfigError(f"dump is {self.dump!r}", place=PLACE, remedy="give the folder for dumps as a path")
@@ -148,13 +138,9 @@ def _ranks(tp: int) -> tuple[int, int]:
     return rank, world
 
 
-def _choice(options: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:
+def _choice(options: Mapping[str, Any], name: str, choices: Iterable[str]) -> str | None:
     value = options.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} is {value!r}", place=PLACE, remedy=did_you_mean(str(value), choices))
-    return choices[value]
+    return None if value is None else check_choice(value, choices, f"{PLACE}, '{name}'")
 
 
 def _pipeline(options: Mapping[str, Any]) -> str | os.PathLike[str] | Mapping[str, Any]:
@@ -180,4 +166,5 @@ def _names(options: Mapping[str, Any]) -> dict[str, Value]:
     for key, value in names.items():
         if not isinstance(key, str) or not isinstance(value, (bool, int, float, str)):
             raise ConfigError(f"names[{key!r}] is {value!r}", place=PLACE, remedy="give a number or a text")
+    check_given(names, PLACE)
     return dict(names)

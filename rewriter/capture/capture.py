@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from k3rewrite import _torch_private as private
 from k3rewrite.capture import dynamo
+from k3rewrite.capture.constants import note_constants
 from k3rewrite.errors import CaptureError, K3RewriteError
 
 AtenCompiler = Callable[["Captured"], Callable[..., Any]]
@@ -55,7 +56,9 @@ def lower(module: GraphModule, inputs: Sequence[Any], compiler: AtenCompiler) ->
     """
 
     def receive(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compiler(Captured(aten, tuple(aten_inputs), private.static_input_indices()))
+        static = private.static_input_indices()
+        note_constants(aten.graph, inputs, static)
+        return compiler(Captured(aten, tuple(aten_inputs), static))
 
     def refuse(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:
         raise CaptureError(
@@ -67,9 +70,17 @@ def lower(module: GraphModule, inputs: Sequence[Any], compiler: AtenCompiler) ->
 
 
 def capture(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = False
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: bool = False,
+    reset: bool = False,
 ) -> Captured:
     """Trace `model(*args, **kwargs)` as one graph. Nothing is executed but the tracing.
+
+    `reset` makes Dynamo forget all that it has compiled in this process first. It is needed where one model is captured
+    for several ranks in one process; without it, what the caller has compiled stays compiled.
 
     Raises CaptureError with the user's source line if the model cannot be captured whole.
     """
@@ -82,7 +93,8 @@ def capture(
     def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return lower(module, inputs, compiler)
 
-    dynamo.reset()
+    if reset:
+        dynamo.reset()
     run_captured(model, backend, args, kwargs or {}, dynamic=dynamic, stop=_Received)
     if not received:
         raise CaptureError("the model computes nothing on tensors", remedy="compile a callable that uses its inputs")

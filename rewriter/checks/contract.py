@@ -2,7 +2,8 @@
 
 * inputs and outputs keep number, dtype, symbolic shape, device and stride; the same inputs are written;
 * the graph is well-formed (`lint`), and every node of it has a value description;
-* only the ops of the level are in it, and only those `k3::` ops that a pass before has announced;
+* only the ops of the level are in it, and of `k3::` ops only those that the model calls or a pass before has announced;
+* nothing more is assumed about symbolic sizes;
 * collectives stand in the same order as in the captured graph, each with its reduction and its group.
 
 What breaks it is a pass, so each remedy speaks to the author of one.
@@ -18,13 +19,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from k3rewrite import _torch_private as private
 from k3rewrite.errors import ContractError
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.effects import writes
 from k3rewrite.graph.provenance import source_line
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import StorageMap
-from k3rewrite.ops.vocabulary import NAMESPACE
+from k3rewrite.ops.vocabulary import NAMESPACE, op_of
 
 _KEEP = {
     "input": "leave the placeholders as they are, with their meta['val']",
@@ -43,6 +45,8 @@ class GraphContract:
     collectives: tuple[str, ...]
     written: frozenset[int]
     """positions of the inputs that the graph writes"""
+    ops: frozenset[str]
+    """names of the `k3::` ops in it: a model may call them itself, and passes on Dynamo's graph may have made some"""
 
     @classmethod
     def of(cls, module: GraphModule) -> GraphContract:
@@ -52,10 +56,11 @@ class GraphContract:
             tuple(_value(a) for a in _outputs(graph)),
             tuple(_signature(n) for n in graph.nodes if _is_collective(n)),
             _written_inputs(graph),
+            frozenset(name for node in graph.nodes if (name := _vocabulary_name(node)) is not None),
         )
 
     def check(self, module: GraphModule, stage: str, announced: frozenset[str]) -> None:
-        """Raise ContractError if the graph after `stage` breaks it. `announced` are the `k3::` ops allowed."""
+        """Raise ContractError if the graph after `stage` breaks it. `announced` are further `k3::` ops allowed."""
         graph, place = module.graph, f"after {stage}"
         try:
             graph.lint()
@@ -92,7 +97,21 @@ class GraphContract:
                 "(a Python function and an op without its overload count as writing what they read)",
             )
         for node in graph.nodes:
-            _check_node(node, stage, announced)
+            _check_node(node, stage, announced | self.ops)
+
+
+def check_guards(graph: Graph, before: int, stage: str) -> None:
+    """Raise ContractError if there are more guards on symbolic sizes than the `before` that there were.
+
+    A pass that compares two sizes with `==` or `<`, or takes a size as a number, makes the compiled function one for
+    these sizes only, and nobody sees why.
+    """
+    if added := private.guard_texts(private.graph_fake_mode(graph), before):
+        raise ContractError(
+            f"{len(added)} more assumption{'s' if len(added) > 1 else ''} about symbolic sizes: {', '.join(added)}",
+            place=f"after {stage}",
+            remedy="compare sizes with same_size (graph/shapes.py), and give nodes of sizes to new nodes, not numbers",
+        )
 
 
 def _check_node(node: Node, stage: str, announced: frozenset[str]) -> None:
@@ -105,11 +124,12 @@ def _check_node(node: Node, stage: str, announced: frozenset[str]) -> None:
         )
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        if target.namespace == NAMESPACE and target._opname.rstrip("_") not in announced:
+        name = _vocabulary_name(node)
+        if name is not None and name not in announced:
             raise ContractError(
                 f"k3::{target._opname} was not announced by any pass",
                 place=place,
-                remedy=f"name '{target._opname.rstrip('_')}' in `provides` of the pass that makes it",
+                remedy=f"name '{name}' in `provides` of the pass that makes it",
             )
         described = not target._schema.returns or "val" in node.meta
     elif target is operator.getitem:
@@ -128,6 +148,15 @@ def _check_node(node: Node, stage: str, announced: frozenset[str]) -> None:
             place=place,
             remedy="make nodes with builder.call and builder.item, which set meta['val']",
         )
+
+
+def _vocabulary_name(node: Node) -> str | None:
+    """Name of the op of the vocabulary that a `k3::` node calls, in place or not; None for other nodes."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+        return None
+    word = op_of(target)
+    return target._opname if word is None else word.name
 
 
 def _is_symbolic(node: Node) -> bool:

@@ -6,8 +6,8 @@
 
 Expert choices flip between precisions where two scores are nearly tied, and then two correct runs differ in every
 digit. So the compiled graph also returns its choices, each run is measured against exact arithmetic with its own
-choices, and choices that are further from the best ones of exact arithmetic than eager's are an error by itself.
-A model that draws random numbers gets the same ones in every run.
+choices, and choices that are further from the best ones of exact arithmetic than eager's are an error by itself, as is
+an expert chosen twice or one that does not exist. A model that draws random numbers gets the same ones in every run.
 
 Each output must satisfy the rule of `errors.py`. Of the updated states there are dozens, and the ratio of two correct
 runs' errors scatters from one to the next: together they must satisfy it, and each one twice the ratio.
@@ -26,8 +26,18 @@ from torch.fx import GraphModule, Node
 
 from k3rewrite._torch_private import make_boxed
 from k3rewrite.capture import Captured
-from k3rewrite.checks.errors import FACTOR, Error, acceptable, floor_of, is_inexact, measure_both, pooled
-from k3rewrite.checks.precise import DecisionInterpreter, decision_nodes
+from k3rewrite.checks.errors import (
+    FACTOR,
+    MAX_UNSOUND,
+    Error,
+    acceptable,
+    floor_of,
+    is_inexact,
+    measure_both,
+    pooled,
+    unsound_share,
+)
+from k3rewrite.checks.precise import DecisionInterpreter, Routes, decision_nodes
 from k3rewrite.errors import VerificationError
 from k3rewrite.graph.provenance import origin_names
 from k3rewrite.report.schema import EndToEnd
@@ -45,13 +55,14 @@ the spread of the scores, beside 1.5 times what eager's choices do: 5 % in bf16,
 @dataclass
 class EndToEndCheck:
     """Checks a compiled graph on its first call; `result` is filled then, and `done` called with it. A graph that has
-    failed is never run again: every later call raises the same error.
+    failed is never run again: every later call raises the same error, which `failed` is told once.
 
     `original` is the captured graph before any pass; `notes` gets what is to be known about the check.
     """
 
     original: Captured
     done: Callable[[EndToEnd], None]
+    failed: Callable[[VerificationError], None] = lambda error: None
     notes: list[str] = field(default_factory=list)
     result: EndToEnd | None = None
     failure: VerificationError | None = None
@@ -96,31 +107,26 @@ class EndToEndCheck:
         outputs, choices = outputs[:count], self._choices(outputs[count:])
         drawn = _generator_states(inputs)
         _set_generators(draws)
-        exact_eager, eager_margin = self._exact(before, mutated, eager.routes.ids, count)
+        exact_eager, eager_routes = self._exact(before, mutated, eager.routes.ids, count)
         _set_generators(draws)
-        exact, margin = self._exact(before, mutated, choices, count)
+        exact, routes = self._exact(before, mutated, choices, count)
         _set_generators(drawn)
         old = _values(eager_outputs, eager_inputs, mutated)
         new = _values(outputs, inputs, mutated)
         labels = [f"output {i}" for i in range(count)] + [f"{STATE} {i}" for i in sorted(mutated)]
         self.result, problems = _judge(labels, old, new, exact_eager, exact)
         floor = max((floor_of(v.dtype) for v in outputs if isinstance(v, Tensor)), default=0.0)
-        if margin > FACTOR * eager_margin + NEAR_TIE_FLOORS * floor:
-            problems.append(
-                f"experts were chosen whose scores lie {margin:.3f} of the spread below the best; eager's choices lie "
-                f"{eager_margin:.3f} below at most"
-            )
-            self.result.passed = False
+        problems = _judge_choices(routes, eager_routes, floor) + problems
+        self.result.passed = not problems
         self.done(self.result)
         if problems:
-            shown = "; ".join(problems[:SHOWN]) + (
-                f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            )
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             self.failure = VerificationError(
-                f"the compiled model is not as near to fp64 as eager is: {shown}",
+                f"the compiled model is not as near to fp64 as eager is: {'; '.join(problems[:SHOWN])}{more}",
                 place="end-to-end check",
                 remedy="run with --verify regions to find the rewrite, or take passes out of the pipeline",
             )
+            self.failed(self.failure)
             raise self.failure
         return outputs
 
@@ -133,7 +139,7 @@ class EndToEndCheck:
 
     def _exact(
         self, before: Sequence[Any], mutated: frozenset[int], choices: Sequence[Tensor | None], count: int
-    ) -> tuple[list[Any], float]:
+    ) -> tuple[list[Any], Routes]:
         exact = DecisionInterpreter(self.original.module, wide=True, forced=choices)
         inputs = list(before)
         outputs = exact.run_on(inputs)[:count]
@@ -141,8 +147,19 @@ class EndToEndCheck:
             note = f"the fp64 run of the end-to-end check ran {op}, which takes no fp64, in the model's dtype"
             if note not in self.notes:
                 self.notes.append(note)
-        margin = max(exact.routes.margins, default=0.0)
-        return _values(outputs, exact.inputs, mutated), margin
+        return _values(outputs, exact.inputs, mutated), exact.routes
+
+
+def _judge_choices(routes: Routes, eager: Routes, floor: float) -> list[str]:
+    """What is wrong with the experts that were chosen."""
+    margin, eager_margin = max(routes.margins, default=0.0), max(eager.margins, default=0.0)
+    if margin <= FACTOR * eager_margin + NEAR_TIE_FLOORS * floor:
+        return routes.faults
+    return [
+        *routes.faults,
+        f"experts were chosen whose scores lie {margin:.3f} of the spread below the best; eager's choices lie "
+        f"{eager_margin:.3f} below at most",
+    ]
 
 
 def _judge(
@@ -153,15 +170,24 @@ def _judge(
     states: list[tuple[Error, Error, torch.dtype]] = []
     largest_old, largest_new, device = 0.0, 0.0, "cpu"
     for label, a, b, exact_a, exact_b in zip(labels, old, new, exact_old, exact_new, strict=True):
-        if not isinstance(a, Tensor) or (b is None and a.numel() == 0):  # the latter is an effect token
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            is_token = b is None and isinstance(a, Tensor) and a.numel() == 0  # of an op with a side effect
+            if not is_token and (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b):
+                problems.append(f"{label} is {_described(b)}, eager gives {_described(a)}")
             continue
         device = torch.cuda.get_device_name(b.device) if b.is_cuda else device
         if (a.dtype, a.shape) != (b.dtype, b.shape):
-            problems.append(f"{label} is {b.dtype} {list(b.shape)}, eager gives {a.dtype} {list(a.shape)}")
+            problems.append(f"{label} is {_described(b)}, eager gives {_described(a)}")
         elif not is_inexact(a.dtype):
             if not torch.equal(a, b):
                 problems.append(f"{label} (integers) differs from eager")
         else:
+            if (unsound := unsound_share(a, exact_a, b)) > MAX_UNSOUND:
+                problems.append(
+                    f"{label} cannot be judged: {unsound:.0%} of eager's elements overflow, or are NaN, where fp64's "
+                    "do not (or the other way round), and the compiled model's differ from them"
+                )
+                continue
             error_old, error_new = measure_both(a, exact_a, b, exact_b)
             if not error_old.rms <= MAX_EAGER_ERROR and not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
                 problems.append(
@@ -182,6 +208,10 @@ def _judge(
     if states and not acceptable(all_new, all_old, max((s[2] for s in states), key=floor_of)):
         problems.append(f"the updated inputs together have error {all_new.rms:.2e}, eager {all_old.rms:.2e}")
     return EndToEnd(not problems, largest_new, largest_old, device), problems
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _values(outputs: Sequence[Any], inputs: Sequence[Any], mutated: frozenset[int]) -> list[Any]:

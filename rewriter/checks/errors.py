@@ -7,6 +7,10 @@
 Errors are compared, not closeness: a rewrite may be nearer to exact arithmetic than what it replaces. The worst element
 is looked at too, because one wrong element in a million does not move the root mean square; a maximum scatters more
 between two correct runs, so its factor is larger.
+
+Where the old run overflows (or is NaN) and exact arithmetic does not, there is no error to compare with. A few such
+elements are left out; if they are more than a hundredth of a result, nothing can be said about it, unless the new run
+gives the very same values there.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from torch import Tensor
 
 FACTOR = 1.5
 WORST_FLOORS = 8.0
+MAX_UNSOUND = 0.01
+"""largest share of elements that may be left out of a comparison, because the old run overflows where fp64 does not"""
 FLOORS: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 )
@@ -61,6 +67,16 @@ def measure_both(old: Tensor, exact_old: Tensor, new: Tensor, exact_new: Tensor)
     old, exact_old, new, exact_new = (_wide(value) for value in (old, exact_old, new, exact_new))
     sound = ~_other_kind(old, exact_old)
     return measure(old[sound], exact_old[sound]), measure(new[sound], exact_new[sound])
+
+
+def unsound_share(old: Tensor, exact_old: Tensor, new: Tensor) -> float:
+    """Share of the elements that `measure_both` leaves out and that are not equal in both runs: they may be anything.
+    0 for other shapes, which `measure_both` finds wrong by themselves."""
+    if not old.shape == new.shape == exact_old.shape or not old.numel():
+        return 0.0
+    old, exact_old, new = _wide(old), _wide(exact_old), _wide(new)
+    equal = (old == new) | (old.isnan() & new.isnan())
+    return (_other_kind(old, exact_old) & ~equal).double().mean().item()
 
 
 def _wide(value: Tensor) -> Tensor:

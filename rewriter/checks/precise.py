@@ -7,7 +7,8 @@ complex ones likewise. Three kinds of op run in the dtypes of the graph instead:
 another dtype), one that draws random numbers (fp64 would draw others), and one that has no fp64 form.
 
 Decisions must not flip between precisions: the expert ids of `top-k` and `k3::route` can be recorded in one run and
-forced in another, and the margin by which a forced decision disagrees with the scores is reported.
+forced in another, and the margin by which a forced decision disagrees with the scores is reported. What is no decision
+(an id twice, or out of range) is reported as a fault and not forced.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from k3rewrite.checks.choices import choice_fault, shortfall
+from k3rewrite.ops.vocabulary import op_of
+
 TOPK = torch.ops.aten.topk.default
 BITS = torch.ops.aten.view.dtype
 WIDE = torch.float64
@@ -29,11 +33,12 @@ WIDE_COMPLEX = torch.complex128
 
 @dataclass
 class Routes:
-    """Decisions of one run in graph order: ids per top-k. `margins` says how far below the best choice forced ones are,
-    relative to the spread of the scores (0.0 where they agree)."""
+    """Decisions of one run in graph order: ids per decision. `margins` says how far below the best choice forced ones
+    are, relative to the spread of the scores (0.0 where they agree), `faults` which were to be forced and are none."""
 
     ids: list[Tensor] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
 
 class DecisionInterpreter(Interpreter):
@@ -67,8 +72,10 @@ class DecisionInterpreter(Interpreter):
             result = self._decide((result[0], result[1]), *args, **kwargs)
         elif is_route(target):
             weights, ids = result
-            if (chosen := self._take(ids)) is not None:
-                weights, ids = _forced_route(target, _wide_dtypes(args) if self.wide else args, chosen)
+            if (chosen := self._take(ids, -1, args[0].shape[-1])) is not None:
+                given = _wide_dtypes(args) if self.wide else args
+                self.routes.margins.append(shortfall(_selectors(target, given), chosen))
+                weights, ids = _forced_route(target, given, chosen)
             self.routes.ids.append(ids)
             result = (weights, ids)
         return result
@@ -97,10 +104,17 @@ class DecisionInterpreter(Interpreter):
         value = super().get_attr(target, args, kwargs)
         return widened(value) if self.wide else value
 
-    def _take(self, own: Tensor) -> Tensor | None:
-        """What is forced on the decision at hand, if anything is."""
-        chosen = self.forced[len(self.routes.ids)] if self.forced is not None else None
-        return None if chosen is None else chosen.to(own.device)
+    def _take(self, own: Tensor, dim: int, experts: int) -> Tensor | None:
+        """What is forced on the decision at hand, if anything is and it is a choice of some of `experts`."""
+        place = len(self.routes.ids)
+        chosen = self.forced[place] if self.forced is not None else None
+        if chosen is None:
+            return None
+        chosen = chosen.to(own.device)
+        if fault := choice_fault(chosen, own, dim, experts):
+            self.routes.faults.append(f"choice {place} of experts: {fault}")
+            return None
+        return chosen
 
     def _decide(
         self,
@@ -112,29 +126,34 @@ class DecisionInterpreter(Interpreter):
         sorted: bool = True,
     ) -> tuple[Tensor, Tensor]:
         values, ids = own
-        if (chosen := self._take(ids)) is not None and k > 0:
-            taken = scores.gather(dim, chosen)
-            spread = (scores.amax(dim) - scores.amin(dim)).clamp_min(torch.finfo(torch.float32).tiny)
-            lost = values.amin(dim) - taken.amin(dim) if largest else taken.amax(dim) - values.amax(dim)
-            lost = lost.clamp_min(0) / spread
-            self.routes.margins.append(float(lost.max()) if lost.numel() else 0.0)
-            values, ids = taken, chosen
+        experts = scores.shape[dim] if scores.dim() else 1
+        if (chosen := self._take(ids, dim, experts)) is not None and k > 0:
+            self.routes.margins.append(shortfall(scores, chosen, dim, largest))
+            values, ids = scores.gather(dim, chosen), chosen
         self.routes.ids.append(ids)
         return values, ids
 
 
 def is_route(target: Any) -> bool:
     """True for `k3::route` and for an op bound to a kernel of it."""
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target._opname.split("__")[0] == "route"
-        and (target.namespace in ("k3", "k3_kernels"))
-    )
+    word = op_of(target)
+    return word is not None and word.name == "route"
 
 
 def decision_nodes(module: GraphModule) -> list[Node]:
     """The nodes whose ids a run records, in graph order."""
     return [n for n in module.graph.nodes if n.target is TOPK or (n.op == "call_function" and is_route(n.target))]
+
+
+def _selectors(target: Any, args: tuple[Any, ...]) -> Tensor:
+    """What a route chooses by, for every expert: its scores with the bias. They are read off a route that takes all of
+    them, unweighed; `topk_softmax` scores by the logits themselves."""
+    logits, bias, _, score, *_rest = args
+    scores = logits
+    if score != "topk_softmax":
+        weights, ids = target(logits, None, logits.shape[-1], score, False, 0.0, 1.0, True, *args[-2:])
+        scores = torch.empty_like(weights).scatter(-1, ids, weights)
+    return scores if bias is None else scores + bias
 
 
 def _forced_route(target: Any, args: tuple[Any, ...], ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
     old(x), new(x), old in fp64(x)   ->   a Refusal if error(new) > 1.5 * error(old) + floor: the rule is wrong
 
+A result that overflows at every size of the inputs, so that there is no error to compare with, is refused too.
 On refusal both outputs and the inputs are saved where a folder is given, so that the difference can be looked at.
 """
 
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from k3rewrite._torch_private import no_modes
-from k3rewrite.checks.errors import acceptable, is_inexact, measure_both
+from k3rewrite.checks.errors import MAX_UNSOUND, acceptable, is_inexact, measure_both, unsound_share
 from k3rewrite.checks.precise import DecisionInterpreter
 from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.patterns.rewrite import Rewrite, SiteCheck
@@ -42,13 +43,15 @@ def region_check(folder: Path | None = None) -> SiteCheck:
         names = list(rewrite.old)
         before = _region(old, inputs, [rewrite.old[n] for n in names])
         after = _region(list(rewrite.made), inputs, [rewrite.new[n] for n in names])
-        for scale in SCALES:
-            values = [random_value(n.meta["val"], i, scale) for i, n in enumerate(inputs)]
+        unjudged = set(names)
+        for seed, scale in enumerate(SCALES):
+            given = rewrite.rule.region_values(rewrite.match, seed)
+            values = [given[n] if n in given else random_value(n.meta["val"], i, scale) for i, n in enumerate(inputs)]
             runs = [DecisionInterpreter(before, wide=False), DecisionInterpreter(after, wide=False)]
             old_values, new_values = (run.run_on([_copy(v) for v in values]) for run in runs)
             exact_values = DecisionInterpreter(before, wide=True, forced=runs[0].routes.ids).run_on(values)
             for name, a, b, exact in zip(names, old_values, new_values, exact_values, strict=True):
-                reason = compare(name, a, b, exact)
+                reason = _difference(name, a, b, exact)
                 if reason:
                     if folder is not None:
                         folder.mkdir(parents=True, exist_ok=True)
@@ -57,16 +60,35 @@ def region_check(folder: Path | None = None) -> SiteCheck:
                             folder / f"{rewrite.rule.name}-{rewrite.old['root'].name}.pt",
                         )
                     return Refusal(f"verification (inputs of size {scale:g}): {reason}", rewrite.old["root"])
+                if _judgeable(a, b, exact):
+                    unjudged.discard(name)
+        if unjudged:
+            return Refusal(f"verification: {_unjudged(min(unjudged))}", rewrite.old["root"])
         return None
 
     return check
 
 
 def compare(name: str, old: Any, new: Any, exact: Any) -> str | None:
-    """What is wrong with `new`, or None."""
+    """What is wrong with `new`, or that nothing can be said about it; else None."""
+    return _difference(name, old, new, exact) or (None if _judgeable(old, new, exact) else _unjudged(name))
+
+
+def _unjudged(name: str) -> str:
+    return f"output '{name}' cannot be judged: the original overflows, or is NaN, where fp64 does not"
+
+
+def _judgeable(old: Any, new: Any, exact: Any) -> bool:
+    """False if the old value overflows in so many places that it has no error to compare with."""
+    if isinstance(old, (list, tuple)):
+        return all(_judgeable(*parts) for parts in zip(old, new, exact, strict=True))
+    return not (isinstance(old, Tensor) and is_inexact(old.dtype)) or unsound_share(old, exact, new) <= MAX_UNSOUND
+
+
+def _difference(name: str, old: Any, new: Any, exact: Any) -> str | None:
     if isinstance(old, (list, tuple)):
         parts = zip(old, new, exact, strict=True)
-        reasons = (compare(f"{name}[{i}]", a, b, e) for i, (a, b, e) in enumerate(parts))
+        reasons = (_difference(f"{name}[{i}]", a, b, e) for i, (a, b, e) in enumerate(parts))
         return next((reason for reason in reasons if reason), None)
     if not isinstance(old, Tensor):
         return None if old == new else f"output '{name}': {old} became {new}"

@@ -159,9 +159,12 @@ def check(
     file: Annotated[
         str, typer.Argument(metavar="FILE.yaml", help="A pipeline file, or the name of a shipped pipeline.")
     ],
+    names: Annotated[
+        str, typer.Option(help="Names, with commas between, that torch.compile's options={'names': ...} will give.")
+    ] = "",
 ) -> None:
-    """Check a pipeline without running it; lists all of its problems."""
+    """Check a pipeline without running it; lists all of its problems, and the names that not every run has."""
     from k3rewrite.cli.catalogue import check_pipeline
     from k3rewrite.cli.output import stdout
 
-    stdout().print(check_pipeline(file))
+    stdout().print(check_pipeline(file, [name.strip() for name in names.split(",") if name.strip()]))

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich import box
@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from k3rewrite.driver import kimi_k3
+from k3rewrite.driver.names import check_given, names_in_programs, names_of_command, used_names
 from k3rewrite.errors import ConfigError, did_you_mean
 from k3rewrite.pipeline.config import load_pipeline
-from k3rewrite.pipeline.expressions import RUN_NAMES
-from k3rewrite.pipeline.layers import option_hints
+from k3rewrite.pipeline.layer import option_hints
 from k3rewrite.pipeline.runner import build_passes
 from k3rewrite.plain_data.located import dump_yaml
 from k3rewrite.plain_data.typed import describe_hint
@@ -148,15 +148,29 @@ def target_table() -> Table:
     return table
 
 
-def check_pipeline(source: str) -> Text:
-    """Load a pipeline against the passes, targets and names of this package; a line that says what it holds."""
+def check_pipeline(source: str, given: Sequence[str] = ()) -> Text:
+    """Load a pipeline against the passes, targets and names of this package; a text that says what it holds.
+
+    `given` are names that its conditions may use because options={"names": ...} of torch.compile gives them. Names
+    that not every run has are told with who has them.
+    """
+    check_given(dict.fromkeys(given, 0), "--names")
     passes = known_passes()
-    names = (*RUN_NAMES, *kimi_k3.count_names())
+    names = (*names_of_command(kimi_k3.NAME), *given)
     config = load_pipeline(source, known_passes=passes, known_targets=known_targets(), known_names=names)
     build_passes(config, passes)  # their order
     load_target(config.target)
     expecting = sum(entry.expect is not None for entry in config.passes)
     origin = f", extends {' <- '.join(reversed(config.extends))}" if config.extends else ""
-    return Text(
+    text = Text(
         f"{source}: fine ({len(config.passes)} passes, {expecting} with an expectation, target {config.target}{origin})"
     )
+    used = used_names(config)
+    for known, who in (
+        (names_in_programs(), "under torch.compile: give options={'names': ...} with"),
+        (names_of_command("a factory"), "k3rewrite compile package.module:factory does not know"),
+        (names_of_command(kimi_k3.NAME), "k3rewrite compile kimi-k3 does not know"),
+    ):
+        if missing := sorted(used - {*known}):
+            text.append(f"\n  {who} {', '.join(missing)}")
+    return text

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,17 @@ from k3rewrite.capture import Captured
 from k3rewrite.checks.end_to_end import EndToEndCheck
 from k3rewrite.checks.regions import region_check
 from k3rewrite.driver.cache_key import compilation_key
-from k3rewrite.emit.emission import emit_kernels
+from k3rewrite.driver.first_call import WatchedFirstCall
+from k3rewrite.emit.emission import Emission, emit_kernels
 from k3rewrite.errors import ConfigError, K3RewriteError
 from k3rewrite.finalise import finalise
 from k3rewrite.kernels import KERNELS, OPS
-from k3rewrite.ops.binding import KERNEL_KEY
+from k3rewrite.ops.runs import Run
 from k3rewrite.passes import PASSES
-from k3rewrite.pipeline.config import PipelineConfig
 from k3rewrite.pipeline.expressions import Value
 from k3rewrite.pipeline.pass_base import PassContext
 from k3rewrite.pipeline.runner import AfterPass, build_passes, run_pipeline
+from k3rewrite.pipeline.settings import PipelineConfig
 from k3rewrite.report.dump import Dumper, trace_report
 from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import EndToEnd, PassReport, RunReport
@@ -78,8 +80,9 @@ class Compilation:
             )
         info = self.report.info
         info.cache_key = compilation_key(
-            self.pipeline, self.target, OPS.values(), KERNELS, rank=info.rank, world=info.world
-        )
+            self.pipeline, self.target, OPS.values(), KERNELS,
+            rank=info.rank, world=info.world, names=self.names, native=self._native(),
+        )  # fmt: skip
 
     def rewrite_dynamo(self, module: torch.fx.GraphModule) -> None:
         """Passes that work on Dynamo's graph, before it is lowered."""
@@ -100,7 +103,7 @@ class Compilation:
             self.write_report()
 
     def failed(self, error: K3RewriteError) -> None:
-        """Note what ended the compilation, also before or after it got the captured graph."""
+        """Note what ended the compilation, also before or after it got the captured graph, or its first call."""
         self.report.error = str(error)
         error.report = self.report
         self.write_report()
@@ -115,8 +118,9 @@ class Compilation:
         verify = self.pipeline.verify.regions and self.run
         folder = self.folder.path / "mismatches" if self.folder is not None else None
         return PassContext(
-            self.target, OPS, KERNELS, region_check(folder=folder) if verify else None, native=self._native()
-        )
+            self.target, OPS, KERNELS, region_check(folder=folder) if verify else None, native=self._native(),
+            ranks=(self.report.info.rank, self.report.info.world),
+        )  # fmt: skip
 
     def _native(self) -> bool:
         return self.target.is_gpu and machine_arch() == self.target.arch
@@ -125,7 +129,7 @@ class Compilation:
         module, timings = captured.module, self.report.timings
         end_to_end = None
         if self.pipeline.verify.end_to_end and self.run:
-            end_to_end = EndToEndCheck(captured.fresh(), self._verified, self.report.notes)
+            end_to_end = EndToEndCheck(captured.fresh(), self._verified, self.failed, self.report.notes)
         dumper = _Timed(Dumper(self.folder, self.pipeline.dump, module))
         run_pipeline(
             module, self.passes, self._context(), self.names, self.report.passes,
@@ -136,7 +140,8 @@ class Compilation:
 
         started = time.perf_counter()
         self.progress("emit")
-        self.report.kernels += emit_kernels(module, self.target, self.folder, executed=self._executed(module))
+        emission = emit_kernels(module, self.target, self.folder)
+        self.report.kernels += emission.reports
         timings.emit_s = time.perf_counter() - started
         if not self.run:
             raise Rewritten("the graph is rewritten, nothing is to be run")
@@ -163,19 +168,13 @@ class Compilation:
             *(str(hazard) for hazard in compiled.hazards),
         ]
         timings.finalise_s = time.perf_counter() - started
-        return end_to_end.wrap(compiled) if end_to_end is not None else compiled
+        function = end_to_end.wrap(compiled) if end_to_end is not None else compiled
+        return WatchedFirstCall(function, partial(self._called, emission)) if emission.reports else function
 
     def _verified(self, result: EndToEnd) -> None:
         self.report.end_to_end = result
         self.write_report()
 
-    def _executed(self, module: torch.fx.GraphModule) -> str:
-        """Where bound kernels of this graph will run: on the GPU if it is the target and holds the tensors."""
-        if not self.run:
-            return "no"
-        for node in module.graph.nodes if self._native() else ():
-            value = node.meta.get("val")
-            value = value[0] if isinstance(value, (tuple, list)) and value else value
-            if KERNEL_KEY in node.meta and isinstance(value, torch.Tensor) and value.device.type == "cuda":
-                return torch.cuda.get_device_name(value.device)
-        return "reference"
+    def _called(self, emission: Emission, runs: set[Run]) -> None:
+        emission.note_runs(runs)
+        self.write_report()

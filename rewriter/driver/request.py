@@ -17,14 +17,15 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from k3rewrite.driver import kimi_k3
+from k3rewrite.driver.choices import VERIFY, check_choice
+from k3rewrite.driver.names import names_of_command
 from k3rewrite.errors import ConfigError, did_you_mean
-from k3rewrite.pipeline.config import AUTO_TARGET, PipelineConfig, load_pipeline
-from k3rewrite.pipeline.expressions import RUN_NAMES
-from k3rewrite.pipeline.layers import is_known_target
+from k3rewrite.pipeline.config import load_pipeline
+from k3rewrite.pipeline.layer import is_known_target
+from k3rewrite.pipeline.settings import AUTO_TARGET, PipelineConfig
 
 Phase: TypeAlias = Literal["decode", "verify", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-VERIFY_CHOICES = ("none", "regions", "end-to-end", "all")
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -135,11 +136,10 @@ def resolve_request(
     _check_model(model)
     shapes = {"phase": phase, "batch": batch, "tokens": tokens, "context": context, "dtype": dtype, "seed": seed}
     given = frozenset(name for name, value in shapes.items() if value is not None)
-    phase = _choice("--phase", "decode" if phase is None else phase, PHASES)
+    phase = check_choice("decode" if phase is None else phase, PHASES, "--phase")
     dtype = "bfloat16" if dtype is None else DTYPE_ALIASES.get(dtype, dtype)
-    dtype = _choice("--dtype", dtype, DTYPES)
-    if verify is not None:
-        verify = _choice("--verify", verify, VERIFY_CHOICES)
+    dtype = check_choice(dtype, DTYPES, "--dtype")
+    checks = None if verify is None else VERIFY[check_choice(verify, VERIFY, "--verify")]
     config = _check_config(config, own_model)
     if config == "full" and layers is None and run:
         raise ConfigError(
@@ -174,11 +174,9 @@ def resolve_request(
         chosen,
         known_passes=known_passes,
         known_targets=targets,
-        known_names=(*RUN_NAMES, *kimi_k3.count_names()) if own_model else None,
+        known_names=names_of_command(model),
     )
-    regions = None if verify is None else verify in ("regions", "all")
-    end_to_end = None if verify is None else verify in ("end-to-end", "all")
-    loaded = loaded.override(target=target, tp=tp, regions=regions, end_to_end=end_to_end)
+    loaded = loaded.override(target=target, tp=tp, verify=checks)
     if not 0 <= rank < loaded.parallel.tp:
         raise ConfigError(
             f"there is no rank {rank} of {loaded.parallel.tp}",
@@ -197,7 +195,7 @@ def resolve_request(
         out=_check_out(Path(out)),
         config=config,
         layers=layers,
-        phase=phase,  # type: ignore[arg-type]  # _choice returns one of PHASES
+        phase=phase,  # type: ignore[arg-type]  # check_choice returns one of PHASES
         batch=batch,
         tokens=tokens,
         context=context,
@@ -248,15 +246,6 @@ def _check_out(out: Path) -> Path:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"'{existing}' cannot be written", place="--out", remedy="give a folder that can")
     return out
-
-
-def _choice(flag: str, value: str, choices: Iterable[str]) -> str:
-    choices = tuple(choices)
-    if value not in choices:
-        near = get_close_matches(value, choices, n=1)
-        remedy = f"did you mean '{near[0]}'?" if near else f"give one of {', '.join(choices)}"
-        raise ConfigError(f"'{value}' is none of the choices", place=flag, remedy=remedy)
-    return value
 
 
 def _whole(flag: str, value: int, low: int, high: int) -> int:

@@ -19,6 +19,7 @@ from k3rewrite.capture import dynamo, lower, run_captured
 from k3rewrite.driver import kimi_k3
 from k3rewrite.driver.compilation import Compilation, Progress, Rewritten
 from k3rewrite.driver.factory import build_from_factory, settings_taken
+from k3rewrite.driver.names import SHAPE_NAMES, own_values
 from k3rewrite.driver.ranks import rank_group
 from k3rewrite.driver.request import CompileRequest
 from k3rewrite.errors import ConfigError, K3RewriteError
@@ -119,16 +120,13 @@ def _tensors(real: bool) -> Iterator[None]:
 
 
 def _run_names(request: CompileRequest, target: Target) -> dict[str, Value]:
-    return {
-        "tp": request.tp, "dcp": request.pipeline.parallel.dcp, "rank": request.rank, "phase": request.phase,
-        "batch": request.batch, "tokens": request.tokens, "context": request.context, "dtype": request.dtype,
-        "target": target.name,
-    }  # fmt: skip
+    shapes = {name: getattr(request, name) for name in SHAPE_NAMES}
+    return {**shapes, **own_values(request.pipeline, target.name, rank=request.rank, world=request.tp)}
 
 
 def _info(request: CompileRequest, target: Target) -> RunInfo:
     """What was compiled. Of a model of the user's, only those settings that its factory was given."""
-    shapes = {name: getattr(request, name) for name in ("phase", "batch", "tokens", "context", "dtype", "seed")}
+    shapes = {name: getattr(request, name) for name in (*SHAPE_NAMES, "seed")}
     if not request.is_kimi_k3:
         taken = settings_taken(request.model, shapes)
         shapes = {name: value for name, value in shapes.items() if name in taken}

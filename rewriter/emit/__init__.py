@@ -6,8 +6,9 @@
     emitted.object            <folder>/attn_res_norm_1f0c....hsaco
     emitted.resources         registers, spills, LDS, occupancy, read from the object
 
-`unit.py` is the front door; `triton_compiler.py`, `clang_compiler.py` and `cuda_compiler.py` do the work;
-`resources.py` reads the objects; `manifest.py` records a folder of kernels; `assembly.py` counts instructions.
+`emission.py` emits the kernels of a graph, `unit.py` one of them; `triton_compiler.py`, `clang_compiler.py` and
+`cuda_compiler.py` do the work; `resources.py` reads the objects; `manifest.py` records a folder of kernels;
+`assembly.py` counts instructions; `launch.py` runs a HIP object on the device of this machine.
 """
 
 from k3rewrite.emit.assembly import AssemblySummary, summarise_assembly

@@ -4,11 +4,12 @@
                                                                kernels/<target>/manifest.json
 
 Without a run folder kernels are not written; the report then has one entry for each bound kernel without figures.
+Where a kernel ran is filled in when the graph has been called: `Emission.note_runs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.provenance import model_lines
 from k3rewrite.ops.binding import KERNEL_KEY, Binding
 from k3rewrite.ops.kernel import Unit
+from k3rewrite.ops.runs import REFERENCE, Run
 from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import KernelReport
 from k3rewrite.targets import Target
@@ -27,10 +29,9 @@ from k3rewrite.targets import Target
 
 @dataclass
 class _Use:
-    """One unit to compile, and the nodes that launch it."""
+    """A kernel, or a unit of it, and the nodes that launch it."""
 
     binding: Binding
-    unit: Unit
     nodes: list[Node] = field(default_factory=list)
 
     @property
@@ -43,58 +44,93 @@ class _Use:
         return list(dict.fromkeys(str(node.target).removesuffix(".default") for node in self.nodes))
 
 
-def emit_kernels(module: GraphModule, target: Target, folder: RunFolder | None, *, executed: str) -> list[KernelReport]:
-    """Reports of all kernels of a graph, in order of first use; files and manifest go into the run folder."""
-    uses = _uses(module, target)
-    if folder is None:
-        return [_unwritten(use, executed) for use in uses]
+@dataclass
+class Emission:
+    """The kernels of one graph: their reports in order of first use, and what was written into `folder`."""
+
+    target: Target
+    reports: list[KernelReport]
+    written: list[EmittedKernel] = field(default_factory=list)
+    folder: Path | None = None
+
+    def note_runs(self, runs: Collection[Run]) -> None:
+        """Say in the reports, and in the manifest, where each kernel was seen to run.
+
+        A kernel that may be compiled as several units of one language (for a symbolic number of rows) is told apart by
+        language only.
+        """
+        for report in self.reports:
+            report.executed = _executed(report, runs, any_language=not self.written)
+        if self.folder is not None:
+            write_manifest(self.folder, self.target, self.written, {r.name: r.executed for r in self.reports})
+
+
+def emit_kernels(module: GraphModule, target: Target, folder: RunFolder | None) -> Emission:
+    """All kernels of a graph; files and manifest go into the run folder. None of them has run yet."""
+    kernels = _kernels(module)
+    if folder is None or not kernels:
+        return Emission(target, [_report(use, use.binding.name, use.binding.kernel.language) for use in kernels])
     path = folder.path / "kernels" / target.name
+    units = _units(kernels, target)
     emitted = [
-        emit_unit(use.unit, target, path, use.binding.op.name,
+        emit_unit(unit, target, path, use.binding.op.name,
                   Provenance(use.binding.op.name, use.binding.kernel.name, tuple(use.lines), tuple(use.bound)))
-        for use in uses
+        for unit, use in units
     ]  # fmt: skip
-    if emitted:
-        write_manifest(path, target, emitted, {e.name: executed for e in emitted})
-    return [_written(use, made, folder, executed) for use, made in zip(uses, emitted, strict=True)]
+    write_manifest(path, target, emitted)
+    reports = [_written(use, made, folder) for (_, use), made in zip(units, emitted, strict=True)]
+    return Emission(target, reports, emitted, path)
 
 
-def _uses(module: GraphModule, target: Target) -> Sequence[_Use]:
+def _executed(report: KernelReport, runs: Collection[Run], *, any_language: bool) -> str:
+    seen = [run for run in runs if run.bound in report.bound]
+    devices = {run.device for run in seen if run.by == report.language or (any_language and run.by != REFERENCE)}
+    if devices:
+        return ", ".join(sorted(devices))
+    return REFERENCE if any(run.by == REFERENCE for run in seen) else "no"
+
+
+def _kernels(module: GraphModule) -> list[_Use]:
+    """The bound kernels of a graph, each with all of its nodes."""
     found: dict[str, _Use] = {}
     for node in module.graph.nodes:
-        binding = node.meta.get(KERNEL_KEY)
-        if binding is None:
-            continue
-        arguments = {name: node_value(value) for name, value in bound_arguments(node).items()}
-        for unit in binding.kernel.units(arguments, target):
-            use = found.setdefault(unit_name(unit, target, binding.op.name, ""), _Use(binding, unit))
-            use.nodes.append(node)
+        if (binding := node.meta.get(KERNEL_KEY)) is not None:
+            found.setdefault(binding.name, _Use(binding)).nodes.append(node)
     return list(found.values())
 
 
-def _unwritten(use: _Use, executed: str) -> KernelReport:
+def _units(kernels: Sequence[_Use], target: Target) -> list[tuple[Unit, _Use]]:
+    """What is to be compiled, in order of first use. Several kernels of an op may launch one unit."""
+    found: dict[str, tuple[Unit, _Use]] = {}
+    for kernel in kernels:
+        for node in kernel.nodes:
+            arguments = {name: node_value(value) for name, value in bound_arguments(node).items()}
+            for unit in kernel.binding.kernel.units(arguments, target):
+                name = unit_name(unit, target, kernel.binding.op.name, "")
+                found.setdefault(name, (unit, _Use(kernel.binding)))[1].nodes.append(node)
+    return list(found.values())
+
+
+def _report(use: _Use, name: str, language: str) -> KernelReport:
     return KernelReport(
         op=use.binding.op.name,
         target=use.binding.target.name,
-        name=use.binding.name,
-        language=use.binding.kernel.language,
+        name=name,
+        language=language,
         source_hash=use.binding.source_hash,
-        executed=executed,
         provenance=use.lines,
         bound=use.bound,
     )
 
 
-def _written(use: _Use, made: EmittedKernel, folder: RunFolder, executed: str) -> KernelReport:
-    needs = made.resources
-
+def _written(use: _Use, made: EmittedKernel, folder: RunFolder) -> KernelReport:
     def relative(path: Path | None) -> str:
         return path.relative_to(folder.path).as_posix() if path is not None else ""
 
-    report = _unwritten(use, executed)
-    report.name, report.source_hash = made.name, made.source_hash
+    report = _report(use, made.name, made.language)
+    report.source_hash = made.source_hash
     report.source, report.object, report.skipped = relative(made.source), relative(made.object), made.skipped
-    if needs is not None:
+    if (needs := made.resources) is not None:
         report.registers, report.spills, report.lds_bytes = needs.registers, needs.spills, needs.lds_bytes
         report.occupancy = needs.occupancy.waves_per_simd
     return report

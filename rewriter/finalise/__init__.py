@@ -2,6 +2,8 @@
 
 decompose.py      expand ops that nobody took, one trace for all equal calls
 splice.py         put a traced body in place of a call
+takeover.py       may a result take the storage of an argument
+replay.py         the views of a graph made again of another tensor
 reuse_storage.py  results take over the storage of the arguments that they replace
 reinplace.py      writes to parts of inputs without a copy of the whole (for graphs that run as they are)
 hazards.py        reads that Inductor must not delay past a write

@@ -66,16 +66,17 @@ def check_graph(module: GraphModule, example_inputs: Sequence[Any]) -> Node:
 
 
 def aliasing_outputs(module: GraphModule) -> tuple[int, ...]:
-    """Outputs that share storage with an earlier, different output: they must stay different tensors.
+    """Outputs that share storage with an earlier one: they must stay different tensors.
 
-    Inductor returns one object for both if the view between them does nothing; resizing one resizes both then.
+    Inductor returns one object for both if the view between them does nothing, and a pass may have made one node of
+    two; resizing one resizes both then. (What a model returns twice itself is one output of a captured graph.)
     """
     storage = StorageMap(module.graph)
     values = module.graph.output_node().args[0]
     assert isinstance(values, (tuple, list))
     found = []
     for index, value in enumerate(values):
-        earlier = [v for v in values[:index] if isinstance(v, Node) and v is not value]
+        earlier = [v for v in values[:index] if isinstance(v, Node)]
         if isinstance(value, Node) and any(storage.same_storage(value, other) for other in earlier):
             found.append(index)
     return tuple(found)

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from k3rewrite import _torch_private as private
-from k3rewrite.finalise.compiled import CompiledGraph, check_graph
+from k3rewrite.finalise.compiled import CompiledGraph, aliasing_outputs, check_graph
 from k3rewrite.finalise.decompose import decompose
 from k3rewrite.finalise.overlap import OverlapCheck
 from k3rewrite.finalise.reinplace import reinplace
@@ -50,6 +50,7 @@ def finalise_eager(
     return CompiledGraph(
         function=module.forward,
         check=check,
+        apart=aliasing_outputs(module),
         expanded=expansion.records,
         in_place=written,
         guards=expansion.guards,

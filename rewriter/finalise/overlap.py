@@ -2,7 +2,7 @@
 
 A graph is made for inputs that are apart (AOTAutograd merges those that it sees overlapping), and torch 2.13 calls it
 with overlapping ones all the same: two views of one buffer gave [3, 3, 3, 3] instead of [4, 4, 3, 3]. A full check
-costs a sort; it is made again only when an address changes.
+costs a sort; it is made again only when an address, a size or a stride changes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch.fx import Graph
 from k3rewrite import _torch_private as private
 from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.storage import StorageMap
+
+_Place = tuple[int, torch.Size, tuple[int, ...]]
+"""first address, sizes and strides of an input: which bytes it may touch (the graph fixes its dtype)"""
 
 
 class OverlapCheck:
@@ -33,7 +36,7 @@ class OverlapCheck:
         static = set(static_inputs) - set(self.written)
         self.tensors = [i for i, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
         self._watched = [i for i in self.tensors if i not in static]
-        self._checked: tuple[tuple[int, int], ...] | None = None
+        self._checked: tuple[_Place, ...] | None = None
 
     @property
     def needed(self) -> bool:
@@ -41,10 +44,10 @@ class OverlapCheck:
         return bool(self.written)
 
     def __call__(self, inputs: Sequence[Any]) -> None:
-        """Check addresses; at once if no address and no size has changed since the last check."""
+        """Check addresses; at once if no address, no size and no stride has changed since the last check."""
         if not self.written or isinstance(inputs[self.written[0]], private.FakeTensor):
             return
-        places = tuple([(t.data_ptr(), t.numel()) for i in self._watched if (t := inputs[i]) is not None])
+        places = tuple([(t.data_ptr(), t.shape, t.stride()) for i in self._watched if (t := inputs[i]) is not None])
         if places == self._checked:
             return
         self._check(inputs)

@@ -10,7 +10,7 @@
 
 Functionalisation turns every write to a part of a tensor into a copy of the whole. Inductor undoes that by itself; an
 FX graph that is run node by node pays for it (a pool of 256 MB, 8 rows written: 110 ms instead of 1.6 ms). Temporaries
-are treated in the same way. Legality: `graph/takeover.py`.
+are treated in the same way. Legality: `takeover.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from k3rewrite.finalise.reuse_storage import ReuseRecord, drop_copy
+from k3rewrite.finalise.takeover import Offer, copy_offer, plan_takeovers
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.provenance import inherit_meta, source_line
-from k3rewrite.graph.takeover import Offer, copy_offer, plan_takeovers
 
 PASS_NAME = "reinplace"
 

@@ -4,7 +4,7 @@
     copy_(state, state')                        ->
 
 State is functional in every pass before this one. Which result may go where is said by the op (`Op.inplace`), whether
-nobody can tell the difference is found by `graph/takeover.py`; each decision is recorded with its reason.
+nobody can tell the difference is found by `takeover.py`; each decision is recorded with its reason.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from k3rewrite.finalise.replay import relative_views
+from k3rewrite.finalise.takeover import Offer, Plan, copy_offer, plan_takeovers
 from k3rewrite.graph.arguments import bound_arguments, every_node
 from k3rewrite.graph.provenance import inherit_meta, source_line
-from k3rewrite.graph.replay import relative_views
 from k3rewrite.graph.storage import StorageMap
-from k3rewrite.graph.takeover import Offer, Plan, copy_offer, plan_takeovers
+from k3rewrite.ops.binding import KERNEL_KEY, REASON_KEY
 from k3rewrite.ops.inplace_variant import InplaceVariant, ensure_registered, inplace_variant
 from k3rewrite.ops.vocabulary import Op
 
@@ -136,6 +137,7 @@ def _write_in_place(graph: Graph, node: Node, variant: InplaceVariant, offers: S
     with graph.inserting_before(node):
         new = graph.call_function(variant.overload, node.args, dict(node.kwargs))
     inherit_meta(new, [node], PASS_NAME)
+    new.meta.update({key: node.meta[key] for key in (KERNEL_KEY, REASON_KEY) if key in node.meta})
     assert variant.base is not None
     # Read the arguments now: an earlier call of a chain may have taken over what was offered here.
     current = bound_arguments(node)

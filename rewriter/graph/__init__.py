@@ -9,6 +9,4 @@ dtypes.py      which dtypes hold which others without loss
 effects.py     what one node writes, aliases and does besides, read off its schema
 purity.py      what may be deleted, merged or moved
 storage.py     which nodes share storage, who reads and writes it
-replay.py      the views of a graph made again of another tensor
-takeover.py    may a result take the storage of an argument
 """

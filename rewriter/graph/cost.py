@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from k3rewrite.graph.effects import is_view
-from k3rewrite.ops.vocabulary import KERNEL_NAMESPACE, NAMESPACE, Cost, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, op_of, tensor_bytes
 
 FREE = Cost(0, 0, 0)
 
@@ -30,10 +30,8 @@ def node_cost(node: Node, op_cost: Callable[[str], Callable[..., Cost] | None]) 
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return FREE
-    if target.namespace in (NAMESPACE, KERNEL_NAMESPACE):
-        own = op_cost(target._opname.split("__")[0])
-        if own is not None:
-            return own(*node_value(node.args), **node_value(node.kwargs))
+    if (word := op_of(target)) is not None and (own := op_cost(word.name)) is not None:
+        return own(*node_value(node.args), **node_value(node.kwargs))
     if is_view(node):
         return FREE
     if target in _GATHERS:

@@ -28,6 +28,9 @@ from k3rewrite.graph.arguments import every_node
 TRUSTED_NAMESPACES = frozenset({"aten", "prims", "prim", "k3", "k3_kernels", "quantized_decomposed"})
 """Namespaces whose schemas are believed in full. Others may hold ops that write without saying so."""
 
+TRUSTED_OPS = frozenset({"transformers::grouped_mm_fallback"})
+"""Ops of other namespaces whose code was read: they compute their result and nothing else."""
+
 COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem", "_dtensor"}
 )
@@ -122,7 +125,7 @@ def _effect(target: torch._ops.OpOverload) -> str | None:
         return "is registered as having a side effect"
     if "out" in target._overloadname.split("_") or any(a.name == "out" or a.is_out for a in schema.arguments):
         return "is an out-variant"
-    if target.namespace not in TRUSTED_NAMESPACES:
+    if target.namespace not in TRUSTED_NAMESPACES and target.name() not in TRUSTED_OPS:
         return f"belongs to '{target.namespace}', whose schemas need not be complete"
     return None
 

@@ -25,7 +25,6 @@ from k3rewrite.ops.vocabulary import Op
 class InplaceVariant(Op):
     """An op made by `inplace_variant`. `kept[i]` is the functional op's result that is result i of this one."""
 
-    base: Op | None = None
     arguments: tuple[str, ...] = ()
     kept: tuple[int, ...] = ()
 

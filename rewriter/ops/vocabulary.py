@@ -34,6 +34,8 @@ KERNEL_NAMESPACE = "k3_kernels"
 TRAITS = frozenset({"elementwise", "row_independent", "linear_in", "weight_only", "commutative"})
 
 _LIBRARIES = MappingProxyType({name: torch.library.Library(name, "FRAGMENT") for name in (NAMESPACE, KERNEL_NAMESPACE)})
+_REGISTERED: dict[str, Op] = {}
+"""qualified name -> what the dispatcher has under it; written where it is registered, which is once for a process"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Op:
     """Asked before a result takes over an argument of which another argument is a view: None if what is read through
     that view is never what is written, else the reason. It gets parameter name -> fake tensor or scalar; tensors that
     share storage are given as views of each other, so that offsets and strides can be compared."""
+    base: Op | None = None
+    """the op that this is another form of: what a kernel was bound to, what an in-place variant was made from"""
 
     def __post_init__(self) -> None:
         if unknown := self.traits - TRAITS:
@@ -77,6 +81,11 @@ class Op:
     @property
     def qualified_name(self) -> str:
         return f"{self.namespace}::{self.name}"
+
+    @property
+    def word(self) -> Op:
+        """The op of the vocabulary whose form this is; itself, if it is no form of another."""
+        return self if self.base is None else self.base.word
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -111,6 +120,20 @@ def _define(op: Op) -> None:
     for key, implementation in op.implementations.items():
         library.impl(op.name, implementation, key)
     torch.library.register_fake(op.qualified_name, op.fake, lib=library)
+    _REGISTERED[op.qualified_name] = op
+
+
+def op_of(target: Any) -> Op | None:
+    """The op of the vocabulary that a node's target stands for, bound to a kernel or in place; None for all others.
+
+        k3::mlp, k3_kernels::mlp__triton_h200_1f0c..., k3_kernels::mlp__triton_h200_1f0c..._     ->     k3::mlp
+
+    Names tell it apart for people only: an op and an argument of it may end in anything.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _LIBRARIES:
+        return None
+    known = _REGISTERED.get(f"{target.namespace}::{target._opname}")
+    return None if known is None else known.word
 
 
 def _source_files(function: Callable[..., Any]) -> set[str]:

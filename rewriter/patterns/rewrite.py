@@ -24,7 +24,6 @@ from k3rewrite.graph.purity import PurityIndex, aliases_of, effect, is_view, wri
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import StorageMap
 from k3rewrite.patterns.bindings import Match, describe
-from k3rewrite.patterns.match import match_site
 from k3rewrite.patterns.pattern import OPERATORS
 from k3rewrite.patterns.rule import Builder, Policy, Refusal, Rule
 from k3rewrite.report.schema import Miss, PassReport, Site
@@ -61,7 +60,7 @@ def apply_rule(
         if anchor in claimed:
             report.refused.append(Miss(reason=f"already part of {claimed[anchor]}", **where))
             continue
-        matches, attempt = match_site(rule.pattern, anchor, reach=rule.reach)
+        matches, attempt = rule.matches(anchor)
         objections: list[Refusal] = []
         for match in matches:
             outcome = _try(rule, match, graph, allow_changes_rounding, verify, writers)

@@ -14,16 +14,22 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
+from k3rewrite import _torch_private as private
+from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.provenance import inherit_meta
-from k3rewrite.patterns.bindings import Match
+from k3rewrite.patterns.bindings import Attempt, Match
+from k3rewrite.patterns.match import match_site
 from k3rewrite.patterns.pattern import Pattern
 
 
@@ -60,12 +66,16 @@ class Example:
 
 @dataclass(frozen=True)
 class CounterExample:
-    """A function that looks like the pattern and must be left alone, for a reason that contains `reason`."""
+    """A function that looks like the pattern and must be left alone, for a reason that contains `reason`.
+
+    `others` are in the reasons of what else the anchor sees in it.
+    """
 
     name: str
     function: Callable[..., Any]
     inputs: Callable[[], tuple[Any, ...]]
     reason: str
+    others: tuple[str, ...] = ()
 
 
 class Builder:
@@ -76,7 +86,12 @@ class Builder:
         self.made: list[Node] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A call with its fake value; errors of the op's shape function surface here, before anything is replaced."""
+        """A call with its fake value; errors of the op's shape function surface here, before anything is replaced.
+
+        Raises UnsupportedError, which makes the match a miss, if an argument is a symbolic size itself and not the node
+        that computes it: the graph would hold the number that it was traced with.
+        """
+        _refuse_raw_sizes(target, (args, kwargs))
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
         self.made.append(node)
@@ -100,6 +115,19 @@ class Builder:
         self.made.clear()
 
 
+def _refuse_raw_sizes(target: Callable[..., Any], arguments: Any) -> None:
+    def check(value: Any) -> Any:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise UnsupportedError(
+                f"the symbolic size {private.symbolic_text(value)} would be frozen to the number of the first call",
+                place=f"Builder.call({target})",
+                remedy="give the node that computes the size, or count from the end (-1)",
+            )
+        return value
+
+    map_aggregate(arguments, check)
+
+
 class Rule(ABC):
     """See the module docstring. `reach` bounds how many users away from the anchor the root may lie."""
 
@@ -119,6 +147,11 @@ class Rule(ABC):
         """Narrow the anchors where the target alone says too little (say, pow with one exponent)."""
         return True
 
+    def matches(self, anchor: Node) -> tuple[Iterator[Match], Attempt]:
+        """What may be rewritten around an anchor, best first, and why there is nothing if there is not: the pattern's
+        matches. A rule whose sites have too many forms for a pattern reads the graph in its own way here."""
+        return match_site(self.pattern, anchor, reach=self.reach)
+
     def check(self, match: Match) -> Refusal | None:
         """None if the match means what the rule takes it for."""
         return None
@@ -126,6 +159,11 @@ class Rule(ABC):
     def policy_of(self, match: Match) -> Policy:
         """The numerics policy of this very match (a rule's modes may differ)."""
         return self.policy
+
+    def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
+        """Values for inputs of a site that a check by execution takes instead of random ones, where those say little:
+        ids of experts, packed bytes, a table of the model."""
+        return {}
 
     @abstractmethod
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:

@@ -5,7 +5,7 @@
     load_pipeline({"version": 1, "extends": "base", "passes": [...]}, known_passes=PASSES)
 
 `extends` names one parent: a file beside the file that says so, else a shipped pipeline. How parent and child are
-merged stands in `layers.py` and docs/pipelines.md.
+merged stands in `merge.py` and docs/pipelines.md.
 """
 
 from __future__ import annotations
@@ -18,35 +18,10 @@ from typing import Any
 
 import k3rewrite.pass_configs
 from k3rewrite.errors import ConfigError, did_you_mean
-from k3rewrite.pipeline.layers import Layer, Problems, check_names, merge, read_layer
-from k3rewrite.pipeline.settings import (
-    AUTO_TARGET,
-    VERSION,
-    Dump,
-    Finalise,
-    Inductor,
-    OnMiss,
-    Parallel,
-    PassConfig,
-    PipelineConfig,
-    Verify,
-)
+from k3rewrite.pipeline.layer import Layer, Problems, read_layer
+from k3rewrite.pipeline.merge import check_names, merge
+from k3rewrite.pipeline.settings import PipelineConfig
 from k3rewrite.plain_data.located import Item, from_mapping, read_yaml
-
-__all__ = [
-    "AUTO_TARGET",
-    "VERSION",
-    "Dump",
-    "Finalise",
-    "Inductor",
-    "OnMiss",
-    "Parallel",
-    "PassConfig",
-    "PipelineConfig",
-    "Verify",
-    "load_pipeline",
-    "shipped_pipelines",
-]
 
 _SUFFIXES = (".yaml", ".yml")
 

@@ -27,9 +27,6 @@ ALLOWED = "numbers, 'text', names, + - * / // %, == != < <= > >=, and, or, not, 
 EXPECT_NAMES = ("matched", "candidates")
 """Names that an `expect` has beside those of the run."""
 
-RUN_NAMES = ("tp", "dcp", "rank", "phase", "batch", "tokens", "context", "dtype", "target")
-"""Names that every run defines."""
-
 Value: TypeAlias = bool | int | float | str
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {

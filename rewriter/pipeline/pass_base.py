@@ -22,13 +22,13 @@ from k3rewrite.ops.kernel import Kernel
 from k3rewrite.ops.vocabulary import Op
 from k3rewrite.patterns.rewrite import SiteCheck, apply_rule
 from k3rewrite.patterns.rule import Rule
+from k3rewrite.pipeline.settings import OnMiss
 from k3rewrite.report.schema import PassReport
 
 if TYPE_CHECKING:
     from k3rewrite.targets import Target
 
 Level = Literal["dynamo", "aten"]
-OnMiss = Literal["reference", "error"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class PassContext:
     on_miss: OnMiss = "reference"
     native: bool = False
     """the GPU of this machine is the target, so bound kernels can run"""
+    ranks: tuple[int, int] = (0, 1)
+    """rank compiled for and number of ranks"""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
-from k3rewrite.checks.contract import GraphContract
+from k3rewrite import _torch_private as private
+from k3rewrite.checks.contract import GraphContract, check_guards
 from k3rewrite.errors import ConfigError, ExpectationError, did_you_mean
 from k3rewrite.graph.cost import FREE, node_cost, sum_costs
 from k3rewrite.graph.provenance import module_path
@@ -78,6 +79,7 @@ def run_pipeline(
     contract = GraphContract.of(module) if level == "aten" else None
     layers = count_layers(module.graph)
     names = {**({"n_layers": layers} if layers else {}), **names}
+    mode = private.graph_fake_mode(module.graph)
     costs = _GraphCost(context.ops)
     announced: set[str] = set()
     for index, (made, entry) in enumerate(passes):
@@ -92,12 +94,13 @@ def run_pipeline(
         progress(made.name)
         before = costs.of(module.graph)
         _note_costs(report, before, before)
-        started = time.perf_counter()
+        started, guards = time.perf_counter(), private.guard_count(mode)
         made.run(module, replace(context, on_miss=entry.on_miss), report)
         eliminate_dead_code(module.graph)
         announced |= made.provides
         if contract is not None:
             contract.check(module, made.name, frozenset(announced))
+            check_guards(module.graph, guards, made.name)
         report.seconds = time.perf_counter() - started
         _note_costs(report, before, costs.of(module.graph))
         if after_pass is not None:

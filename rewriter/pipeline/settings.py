@@ -102,8 +102,7 @@ class PipelineConfig:
         target: str | None = None,
         tp: int | None = None,
         dcp: int | None = None,
-        regions: bool | None = None,
-        end_to_end: bool | None = None,
+        verify: Verify | None = None,
         finalise: Finalise | None = None,
     ) -> PipelineConfig:
         """The pipeline with some settings replaced (flags win over YAML); None leaves a setting as it is."""
@@ -112,7 +111,7 @@ class PipelineConfig:
             target=self.target if target is None else target,
             finalise=self.finalise if finalise is None else finalise,
             parallel=_given(self.parallel, tp=tp, dcp=dcp),
-            verify=_given(self.verify, regions=regions, end_to_end=end_to_end),
+            verify=self.verify if verify is None else verify,
         )
 
     def to_yaml(self) -> str:

@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch.fx import GraphModule
 
 from k3rewrite._torch_private import trace_structured_text
-from k3rewrite.pipeline.settings import Dump
 from k3rewrite.report.dump_svg import graph_svg
 from k3rewrite.report.dump_text import graph_text
 from k3rewrite.report.run_folder import RunFolder
@@ -24,6 +23,18 @@ from k3rewrite.report.table import human_bytes
 CAPTURED = "captured"
 
 
+class DumpSettings(Protocol):
+    """What is to be written: the `dump` section of a pipeline. `passes` is "all" or a list of names."""
+
+    @property
+    def formats(self) -> Sequence[str]: ...
+
+    @property
+    def passes(self) -> str | Sequence[str]: ...
+
+    def wants(self, pass_name: str) -> bool: ...
+
+
 class Dumper:
     """Called after each pass with its index from 0, the graph and its report; marks what is new since the call before.
 
@@ -31,7 +42,7 @@ class Dumper:
     graph before the first pass is written if all passes are. A node is new if its name or its target was not there.
     """
 
-    def __init__(self, folder: RunFolder | None, dump: Dump, module: GraphModule) -> None:
+    def __init__(self, folder: RunFolder | None, dump: DumpSettings, module: GraphModule) -> None:
         self._folder, self._dump = folder, dump
         self._before = _targets(module)
         if dump.passes == "all":

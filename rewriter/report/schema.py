@@ -91,10 +91,11 @@ class KernelReport:
     """One kernel of the rewritten graph.
 
     `source` and `object` are paths relative to the run folder ("" if there is no such file), `source_hash` is shared
-    by the object and the code that ran. `executed` says where this source ran: a device name, "reference" (its meaning
-    ran in its place) or "no". `skipped` says why there is no object. Resource figures come from the compiled object and
-    are None where it does not give them; `occupancy` is in waves (warps) per SIMD or scheduler. `provenance` lists the
-    sites and source lines that use it, `bound` the names under which the rewritten graph and its dumps call it.
+    by the object and the code that ran. `executed` says where this source was seen to run in the first call: a device
+    name, "reference" (its meaning ran in its place) or "no". `skipped` says why there is no object. Resource figures
+    come from the compiled object and are None where it does not give them; `occupancy` is in waves (warps) per SIMD or
+    scheduler. `provenance` lists the sites and source lines that use it, `bound` the names under which the rewritten
+    graph and its dumps call it.
     """
 
     op: str

@@ -229,3 +229,26 @@ def test_a_new_node_inherits_from_the_last_source_that_knows() -> None:
     assert source_line(new).endswith("net.py:3 in forward") and module_path(new) == "layers.2"
     assert [line.split("/")[-1] for line in model_lines(new)] == ["net.py:3 in forward"]
     assert module_path(unknown) == "" and source_line(unknown) == UNKNOWN_SOURCE and model_lines(unknown) == ()
+
+
+def test_what_the_caller_has_compiled_stays_compiled() -> None:
+    """A capture is of one model; the compiled code of others is none of its concern."""
+    compiled = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return module.forward
+
+    other = torch.compile(lambda x: x + 1, backend=backend)
+    function, x = (lambda x: x * 2), torch.ones(3)
+    with torch.no_grad():
+        other(x)
+        for _ in range(12):  # more often than Dynamo compiles one function
+            nodes = len(capture(function, (x,)).module.graph.nodes)
+            assert nodes == len(capture(function, (torch.ones(4),)).module.graph.nodes) == 3
+        other(x)
+        assert compiled == 1
+        capture(function, (x,), reset=True)
+        other(x)
+        assert compiled == 2

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import k3rewrite.kernels  # noqa: F401  registers the ops
-from k3rewrite.checks.contract import GraphContract
+from k3rewrite import _torch_private as private
+from k3rewrite.checks.contract import GraphContract, check_guards
 from k3rewrite.errors import ContractError
-from k3rewrite.graph.shapes import metadata_difference
+from k3rewrite.graph.shapes import metadata_difference, same_size
 
 NONE: frozenset[str] = frozenset()
 
@@ -143,16 +144,37 @@ def test_a_symbolic_size_that_became_a_number_is_one() -> None:
         contract.check(module, "a_pass", NONE)
 
 
+def _normed(x: Tensor) -> Tensor:
+    return torch.ops.k3.rms_norm(x, None, 1e-5, torch.float32, torch.float32, torch.float32)
+
+
 def test_an_op_of_the_vocabulary_must_be_announced() -> None:
-    module = traced(
-        lambda x: torch.ops.k3.rms_norm(x, None, 1e-5, torch.float32, torch.float32, torch.float32), [torch.randn(3, 4)]
-    )
-    contract = GraphContract.of(module)
+    x = torch.randn(3, 4)
+    contract, module = GraphContract.of(traced(lambda x: x + 1, [x])), traced(_normed, [x])
     contract.check(module, "a_pass", frozenset({"rms_norm"}))
     with pytest.raises(
         ContractError, match=r"after a_pass, node rms_norm .*k3::rms_norm was not announced by any pass"
     ):
         contract.check(module, "a_pass", frozenset({"rms_norm_stat"}))
+
+
+def test_an_op_of_the_vocabulary_that_the_model_calls_need_not_be_announced() -> None:
+    contract = GraphContract.of(traced(_normed, [torch.randn(3, 4)]))
+    contract.check(traced(lambda x: _normed(_normed(x)), [torch.randn(3, 4)]), "a_pass", NONE)
+
+
+def test_a_further_assumption_about_a_symbolic_size_is_named() -> None:
+    """A size taken as a number, or compared with `==`, makes the graph one for that size."""
+    captured, _ = capture_with_inputs(lambda x: x + 1, [torch.randn(5, 4)], dynamic=True)
+    graph = captured.module.graph
+    mode = private.graph_fake_mode(graph)
+    size = next(n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)).shape[0]
+    before = private.guard_count(mode)
+    assert same_size(size, size + 0) and not same_size(size, 5)
+    check_guards(graph, before, "a_pass")
+    assert size == 5
+    with pytest.raises(ContractError, match=r"after a_pass: 1 more assumption about symbolic sizes: Eq\(s\d+, 5\)"):
+        check_guards(graph, before, "a_pass")
 
 
 def test_every_node_has_a_value() -> None:

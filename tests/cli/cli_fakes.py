@@ -50,6 +50,14 @@ class Fuse(Shared):
     sizes: tuple[int, ...] = (16,)
 
 
+@dataclass(frozen=True)
+class Warp(Shared):
+    """Round less."""
+
+    name: ClassVar[str] = "warp_decode_moe"
+    roundings: Literal["fewest", "model"] = "fewest"
+
+
 BEFORE = (
     "canonicalise",
     "lift_rms_norm",
@@ -57,12 +65,16 @@ BEFORE = (
     "lift_l2_norm",
     "lift_mlp",
     "lift_route",
+    "lift_moe",
     "lift_attn_res",
 )
 FAKE_PASSES = (
     *(plain(name) for name in BEFORE),
     Fuse,
-    *(plain(n) for n in ("fuse_block_write", "select", "reuse_storage")),
+    plain("fuse_block_write"),
+    Warp,
+    plain("select"),
+    plain("reuse_storage"),
 )
 
 

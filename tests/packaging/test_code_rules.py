@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -86,3 +86,60 @@ def test_every_error_names_a_remedy() -> None:
                 if "remedy" not in {keyword.arg for keyword in node.keywords}:
                     bare.append(f"{name}:{node.lineno} {ast.unparse(node)[:80]}")
     assert seen > 100 and not bare, "\n".join(bare)
+
+
+# ------------------------------------------------------------------------------------------------ which way imports go
+
+
+def imported_packages(name: str, tree: ast.Module) -> set[str]:
+    """The packages of this project that a module imports when it runs, also inside of functions."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("k3rewrite"):
+            module = f"{node.module}.".split(".")[1]
+            found |= {module} if module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("k3rewrite.")}
+        pending += ast.iter_child_nodes(node)
+    return found - {package_of(name)}
+
+
+def package_of(name: str) -> str:
+    """ "patterns" of rewriter/patterns/match.py, "passes" of passes/select.py, "backend" of rewriter/backend.py."""
+    parts = name.removesuffix(".py").split("/")
+    return parts[1] if parts[0] == "rewriter" else parts[0]
+
+
+def import_graph() -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for name, tree in trees():
+        graph.setdefault(package_of(name), set()).update(imported_packages(name, tree))
+    return graph
+
+
+def cycle_in(graph: Mapping[str, set[str]]) -> list[str]:
+    """The packages of a cycle, or none: what remains when those that import nothing that remains are taken out."""
+    rest = {package: set(imports) for package, imports in graph.items()}
+    while free := [package for package, imports in rest.items() if not imports & rest.keys()]:
+        for package in free:
+            del rest[package]
+    return sorted(rest)
+
+
+def test_packages_import_in_one_direction() -> None:
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    graph = import_graph()
+    assert graph["passes"] >= {"patterns", "pipeline"} and len(graph) > 15, "the imports are seen"
+    assert cycle_in(graph) == []
+
+
+def test_only_the_doors_know_all_passes_and_kernels() -> None:
+    """The core works on what it is given: a pass or a kernel of another package is as good as one of this."""
+    graph = import_graph()
+    assert {p for p, imports in graph.items() if "passes" in imports} <= {"backend", "cli", "driver"}
+    assert {p for p, imports in graph.items() if "kernels" in imports} <= {"driver", "passes"}

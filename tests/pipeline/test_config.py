@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rewrite.errors import ConfigError
-from k3rewrite.pipeline.config import PassConfig, PipelineConfig, load_pipeline, shipped_pipelines
-from k3rewrite.pipeline.settings import Dump, Inductor, Parallel, Verify
+from k3rewrite.pipeline.config import load_pipeline, shipped_pipelines
+from k3rewrite.pipeline.settings import Dump, Inductor, Parallel, PassConfig, PipelineConfig, Verify
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,18 @@ SHIPPED_PASSES = (
     "lift_l2_norm",
     "lift_mlp",
     "lift_route",
+    "lift_moe",
     "lift_attn_res",
     "fuse_attn_res_norm",
     "fuse_block_write",
+    "warp_decode_moe",
     "select",
     "reuse_storage",
 )
 KNOWN: dict[str, type] = {
     **dict.fromkeys(SHIPPED_PASSES, Plain),
     "fuse_attn_res_norm": Fuse,
+    "warp_decode_moe": Fuse,
     "a": Plain,
     "b": Fuse,
     "c": Plain,
@@ -137,7 +140,7 @@ def test_extends_works_over_several_files(tmp_path: Path) -> None:
 
 def test_mapping_is_read_like_a_file() -> None:
     config = load({"version": 1, "extends": "base", "passes": [{"fuse_attn_res_norm": {"roundings": "model"}}]})
-    assert config.passes[7].options == {"roundings": "model", "allow_changes_rounding": True}
+    assert config.passes[8].options == {"roundings": "model", "allow_changes_rounding": True}
     assert config.name == "<mapping>"
 
 
@@ -158,7 +161,7 @@ def test_dump_and_verify(tmp_path: Path) -> None:
 
 
 def test_override_wins_and_leaves_the_rest() -> None:
-    config = load("kimi-k3-decode").override(target="mi355x", tp=8, end_to_end=True)
+    config = load("kimi-k3-decode").override(target="mi355x", tp=8, verify=Verify(end_to_end=True))
     assert (config.target, config.parallel, config.verify) == ("mi355x", Parallel(8, 1), Verify(False, True))
     assert config.override() == config
 

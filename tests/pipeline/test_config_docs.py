@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from k3rewrite.driver.kimi_k3 import count_names
+from k3rewrite.driver.names import names_of_command
 from k3rewrite.pipeline.config import load_pipeline, shipped_pipelines
-from k3rewrite.pipeline.expressions import EXPECT_NAMES, RUN_NAMES
-from k3rewrite.pipeline.layers import ENTRY_KEYS, SECTIONS, TOP_KEYS
+from k3rewrite.pipeline.expressions import EXPECT_NAMES
+from k3rewrite.pipeline.layer import ENTRY_KEYS, SECTIONS, TOP_KEYS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
 
@@ -34,6 +34,6 @@ def test_the_example_loads(tmp_path: Path) -> None:
 
 
 def test_every_key_and_name_is_explained() -> None:
-    keys = [*TOP_KEYS, *ENTRY_KEYS, *EXPECT_NAMES, *RUN_NAMES, *count_names()]
+    keys = [*TOP_KEYS, *ENTRY_KEYS, *EXPECT_NAMES, *names_of_command("kimi-k3")]
     keys += [field.name for section in SECTIONS.values() for field in fields(section)]
     assert not [key for key in keys if f"`{key}`" not in DOCUMENT]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from k3rewrite.driver.kimi_k3 import count_names
+from k3rewrite.driver.names import names_of_command
 from k3rewrite.passes import ALL_PASSES
 from k3rewrite.pipeline.config import load_pipeline, shipped_pipelines
-from k3rewrite.pipeline.expressions import RUN_NAMES
 from k3rewrite.pipeline.runner import build_passes
 from k3rewrite.targets import known_targets
 
@@ -16,7 +15,7 @@ KNOWN = {cls.name: cls for cls in ALL_PASSES}
 
 @pytest.mark.parametrize("name", shipped_pipelines())
 def test_every_pass_of_the_package_is_in_it_in_a_legal_order(name: str) -> None:
-    names = (*RUN_NAMES, *count_names())
+    names = names_of_command("kimi-k3")
     config = load_pipeline(name, known_passes=KNOWN, known_targets=known_targets(), known_names=names)
     assert [entry.name for entry in config.passes] == list(KNOWN)
     assert len(build_passes(config, KNOWN)) == len(KNOWN)

@@ -75,6 +75,9 @@ class Spoil(Pass):
         last = output.args[0][0]  # type: ignore[index]
         if self.how == "raises":
             raise UnsupportedError("cannot", place="here", remedy="do not")
+        if self.how == "size":
+            assert last.meta["val"].shape[0] == 5  # True for this call only
+            return
         with module.graph.inserting_before(output):
             if self.how == "dtype":
                 new = module.graph.call_function(aten._to_copy.default, (last,), {"dtype": torch.float64})
@@ -125,6 +128,13 @@ def run(
     except K3RewriteError as error:
         return reports, module, error
     return reports, module, None
+
+
+def test_a_pass_that_fixes_a_symbolic_size_is_named() -> None:
+    captured, _ = capture_with_inputs(lambda x: x + 1, [torch.randn(5, 4)], dynamic=True)
+    reports, _, error = run(captured, ["canonicalise", {"spoil": {"how": "size"}}])
+    assert isinstance(error, ContractError) and "after spoil: 1 more assumption about symbolic sizes" in str(error)
+    assert [report.name for report in reports] == ["canonicalise", "spoil"]
 
 
 # ------------------------------------------------------------------------------------------------ reports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from against_eager import check
@@ -57,3 +58,28 @@ def test_inputs_that_grow_into_each_other_are_seen_though_they_start_where_they_
     overlap(inputs(4))
     with pytest.raises(UnsupportedError, match="overlap in memory"):
         overlap(inputs(7))
+
+
+@BOTH
+def test_inputs_whose_strides_grow_into_each_other_are_seen_though_sizes_and_addresses_stay(finalise: str) -> None:
+    """Eight elements of every second place end before the other input, of every third they reach into it."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        y.mul_(2)
+        return x.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="k3rewrite", options={"finalise": finalise}, dynamic=True)
+    memory = np.arange(64, dtype=np.float32)
+
+    def inputs(stride: int) -> tuple[Tensor, Tensor]:
+        """Tensors made of the memory itself, so that torch does not see that they are views of one."""
+        return torch.from_numpy(memory[: 8 * stride : stride]), torch.from_numpy(memory[16:24])
+
+    with torch.no_grad():
+        compiled(*inputs(2))
+        before = memory.copy()
+        with pytest.raises(UnsupportedError, match="overlap in memory"):
+            compiled(*inputs(3))
+    assert (memory == before).all()

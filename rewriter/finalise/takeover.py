@@ -22,9 +22,9 @@ import torch
 from torch.fx import Graph, Node
 
 from k3rewrite import _torch_private as private
+from k3rewrite.finalise.replay import replay, view_source
 from k3rewrite.graph import effects
 from k3rewrite.graph.arguments import every_node
-from k3rewrite.graph.replay import replay, view_source
 from k3rewrite.graph.shapes import metadata_difference, same_size, same_sizes
 from k3rewrite.graph.storage import END, Root, StorageMap, tensor_value
 
