@@ -25,8 +25,10 @@ from torch.fx import GraphModule, Node
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
 from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.cost import node_value
+from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe import examples
 from k3rewrite.passes.moe.experts import Experts
+from k3rewrite.passes.moe.index import Size, product_of
 from k3rewrite.passes.moe.neighbourhood import PRODUCTS, is_down_projection
 from k3rewrite.passes.moe.sites import Site, site_around
 from k3rewrite.passes.moe.tables import region_values
@@ -81,7 +83,9 @@ class LiftMoe(Rule):
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         site: Site = match["site"]
         found: Experts = site.experts
-        x, ids, weights = (_as_rows(node, builder) for node in (site.x, site.ids, site.weights))
+        rows = product_of(tuple(axis for dim in found.tokens for axis in dim))
+        wanted = ((site.x, found.inputs), (site.ids, found.slots), (site.weights, found.slots))
+        x, ids, weights = (_as_rows(node, rows, product_of(axes), builder) for node, axes in wanted)
         stored = [weight.values.build(builder) for weight in (found.w_gate, found.w_up, found.w_down)]
         scales = [
             weight.scales.build(builder) if weight.scales is not None else None
@@ -135,15 +139,24 @@ def _is_float(node: Node) -> bool:
     return isinstance(first, torch.Tensor) and first.dtype.is_floating_point
 
 
-def _as_rows(node: Node, builder: Builder) -> Node:
-    """[..., n] as [rows, n]."""
-    shape = node.meta["val"].shape
-    if len(shape) == 2:
+def _as_rows(node: Node, rows: Size, columns: Size, builder: Builder) -> Node:
+    """Elements in the order of [rows, columns] with that shape: a view, or a copy where strides do not allow one."""
+    value = node.meta["val"]
+    if same_sizes(value.shape, (rows, columns)):
         return node
-    rows: Any = 1
-    for size in shape[:-1]:
-        rows = rows * size
-    return builder.call(torch.ops.aten.view.default, node, [rows, shape[-1]])
+    if not _is_dense(value):
+        node = builder.call(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+    return builder.call(torch.ops.aten.view.default, node, [rows, columns])
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """True if the elements are known to lie one after another."""
+    step: Size = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not same_size(size, 1) and not same_size(stride, step):
+            return False
+        step = step * size
+    return True
 
 
 def _computed_anew(node: Node, inside: frozenset[Node], builder: Builder, copies: dict[Node, Node]) -> Node:

@@ -54,13 +54,14 @@ def experts(
 def product(
     rows: Tensor, weight: Tensor, scale: Tensor | None, group: Tensor, format: str, dtype: torch.dtype
 ) -> Tensor:
-    """Each row [R, K] times the transpose of its group's matrix [N, K], accumulated in fp32 or wider, in `dtype`."""
+    """Each row [R, K] times the transpose of its group's matrix [N, K], in `dtype`, accumulated in that or in fp32,
+    whichever is wider."""
     if rows.dtype == weight.dtype == dtype == torch.bfloat16 and format == "dense" and _grouped_mm_takes(weight):
         order = group.argsort(stable=True)
         counts = group.new_zeros(weight.shape[0]).scatter_add(0, group, torch.ones_like(group))
         ends = counts.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(rows[order], weight.transpose(1, 2), offs=ends)[order.argsort()]
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = torch.promote_types(torch.promote_types(rows.dtype, dtype), torch.float32)
     matrices = dequantised(weight, scale, group, format, wide)
     return torch.bmm(matrices, rows.to(wide).unsqueeze(2)).squeeze(2).to(dtype)
 
@@ -84,7 +85,7 @@ def experts_fake(
         raise ValueError(f"k3::experts: format {format!r}; known: {', '.join(FORMATS)}")
     if (format == "dense") != (s_gate is None and s_up is None and s_down is None):
         raise ValueError(f"k3::experts: format {format!r} with {'scales' if format == 'dense' else 'missing scales'}")
-    return x.new_empty((x.shape[0], w_down.shape[1]), dtype=out_dtype)
+    return x.new_empty((ids.shape[0], w_down.shape[1]), dtype=out_dtype)
 
 
 def _cost(

@@ -15,7 +15,7 @@ import torch
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.passes.moe.activation import gated_unit
 from k3rewrite.passes.moe.expression import Apply, Expression, Load, Product, Total, Value, walk
-from k3rewrite.passes.moe.index import Position, position
+from k3rewrite.passes.moe.index import Position, Unreadable, position
 from k3rewrite.passes.moe.routes import Combination, Experts, places_of, read_route, uncast
 from k3rewrite.passes.moe.routing import constant
 from k3rewrite.passes.moe.shares import share_of
@@ -135,8 +135,11 @@ def _over_slots(found: Combination, element: Expression) -> Combination:
     chosen, weight, slots = share
     if len(found.slots) != 1 or chosen.at.key() != position(found.slots[0]).key():
         raise NotExperts("the sum is not over the experts that the ids are compared with", element.node)
-    route = found.route.substitute({found.slots[0]: chosen.id})
-    return replace(found, route=route, weight=weight, slots=slots)
+    try:
+        route = found.route.substitute({found.slots[0]: chosen.id})
+    except Unreadable as reason:
+        raise NotExperts("an output is weighted by the share of another expert", element.node) from reason
+    return replace(found, route=route, weight=weight, slots=slots, experts=found.slots[0].size)
 
 
 def _told_apart(sides: Sequence[Expression], whole: Expression, progress: int = 1) -> tuple[Expression, Expression]:

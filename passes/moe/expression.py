@@ -209,16 +209,22 @@ def leaf(node: Node) -> Value:
 
 
 def as_index(element: Expression) -> Index:
-    """A value of an integer dtype as an index. Casts between integers (and to fp32, of counts) are looked through."""
+    """A value of an integer dtype as an index. Casts that keep every integer there may be are looked through."""
     if isinstance(element, Integer):
         return element.value
     if isinstance(element, Load) and not element.dtype.is_floating_point:
         return Element(element.node, element.index)
-    if isinstance(element, Rounded):
+    if isinstance(element, Rounded) and keeps_integers(element.dtype):
         return as_index(element.of)
-    if isinstance(element, Total) and isinstance(one_hot := _without_casts(element.of), Chosen):
+    one_hot = _without_casts(element.of) if isinstance(element, Total) else None
+    if isinstance(element, Total) and isinstance(one_hot, Chosen) and keeps_integers(element.dtype):
         return Count(Flat(element.axes, one_hot.id), one_hot.at)
     raise Unreadable("an index that is computed in another way")
+
+
+def keeps_integers(dtype: torch.dtype) -> bool:
+    """False for a dtype that wraps or rounds numbers of experts or rows: bool, 8 and 16 bits."""
+    return dtype.itemsize >= 4
 
 
 def dimension(argument: int, rank: int) -> int:

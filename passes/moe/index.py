@@ -55,7 +55,7 @@ class Position(Index):
     terms: tuple[tuple[Axis, Size], ...] = ()
 
     def key(self, names: Names = OWN) -> Any:
-        return ("at", self.offset, tuple(sorted((str(names.get(a, id(a))), str(c)) for a, c in self.terms)))
+        return ("at", str(self.offset), tuple(sorted((str(names.get(a, id(a))), str(c)) for a, c in self.terms)))
 
     def substitute(self, where: Mapping[Axis, Index]) -> Index:
         if not any(axis in where for axis, _ in self.terms):

@@ -152,7 +152,7 @@ def seeds(anchor: Node) -> set[Node]:
         for source in product.all_input_nodes:
             chosen = _select_above(source)
             if chosen is not None:
-                found |= _products_of_stack(chosen.args[0])  # type: ignore[arg-type]
+                found |= _products_of_stack(chosen.args[0], product)  # type: ignore[arg-type]
     return found
 
 
@@ -165,17 +165,22 @@ def _select_above(node: Node) -> Node | None:
     return None
 
 
-def _products_of_stack(stack: Node) -> set[Node]:
-    found: set[Node] = set()
-    ring = [user for user in stack.users if user.target in OPERATORS["select"]]
+def _products_of_stack(stack: Node, product: Node) -> set[Node]:
+    """The products with the other matrices of a stack; where the stack serves several loops, those of this one."""
+    every: dict[object, set[Node]] = {}
+    ring = [(user, user.args[2]) for user in stack.users if user.target in OPERATORS["select"]]
     while ring:
-        node = ring.pop()
+        node, number = ring.pop()
         for user in node.users:
             if user.target in PRODUCTS:
-                found.add(user)
+                every.setdefault(number, set()).add(user)
             elif user.target in VIEWS or user.target in OPERATORS["cast"]:
-                ring.append(user)
-    return found
+                ring.append((user, number))
+    uses = [sorted(found) for found in every.values()]
+    place = next((found.index(product) for found in uses if product in found), None)
+    if place is None or len({len(found) for found in uses}) != 1:
+        return {use for found in uses for use in found}
+    return {found[place] for found in uses}
 
 
 def _follows_in_loop(node: Node) -> bool:

@@ -16,7 +16,7 @@ import torch
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.passes.moe.activation import Gated, gated_unit
 from k3rewrite.passes.moe.expression import Apply, Chosen, Expression, Load, Product, Rounded, Value, walk
-from k3rewrite.passes.moe.index import Axis, Element, Index, Inverse, Order, Position, Quotient, Rank, Sorted
+from k3rewrite.passes.moe.index import Axis, Element, Index, Inverse, Order, Position, Quotient, Rank, Size, Sorted
 from k3rewrite.passes.moe.weights import NotExperts, Weight, weight_of
 
 Dims = tuple[tuple[Axis, ...], ...]
@@ -45,6 +45,8 @@ class Experts:
     out_dtype: torch.dtype
     literal: bool
     """whether the op rounds where the graph does; False: some rounding to a narrow dtype is another"""
+    compared: bool
+    """whether ids are compared with numbers of experts, so that others have no part; else they are an index"""
     first: int = 0
     """the id of the first expert in the weights"""
 
@@ -60,11 +62,17 @@ class Combination:
     combine: torch.dtype
     literal: bool
     chosen: Chosen | None = None
+    experts: Size | None = None
+    """where the sum is over experts: over how many, from the first"""
 
 
 def read_route(value: Value, combination: Combination, out: torch.dtype) -> Experts:
     tokens, columns = value.dims[:-1], value.dims[-1]
     route, slots = combination.route, combination.slots
+    if not widens(combination.weight.dtype, combination.combine):
+        raise NotExperts(  # a tensor without dimensions, which is no part of the promotion of dtypes
+            f"routing weights of {combination.weight.dtype} are applied in {combination.combine}", route.node
+        )
     down, casts = uncast(route)
     down = _product_in(down, route)
     route_dtype = _one_rounding([down.dtype, *casts], combination.combine, route)
@@ -80,13 +88,16 @@ def read_route(value: Value, combination: Combination, out: torch.dtype) -> Expe
     if product_dtype != product_up:
         raise NotExperts(f"gate and up are rounded differently: {product_dtype} and {product_up}", gated.gate.node)
     ids = _same_expert((w_gate, w_up, w_down), combination.chosen, down)
+    if combination.experts is not None:
+        w_gate, w_up, w_down = (w.window(0, combination.experts) for w in (w_gate, w_up, w_down))
     axes = {axis for dim in (*tokens, slots) for axis in dim}
     for what, index in (("ids", (ids,)), ("weights", _indices(combination.weight)), ("x", _indices(x))):
         _check_places(what, index, axes, down)
+    compared = combination.chosen is not None or combination.experts is not None
     literal = combination.literal and (gated.literal or gated.dtype.itemsize >= 4)
     return Experts(
         x, inputs, ids, combination.weight, tokens, slots, columns, w_gate, w_up, w_down, gated, product_dtype,
-        hidden_dtype, route_dtype, combination.combine, out, literal,
+        hidden_dtype, route_dtype, combination.combine, out, literal, compared,
     )  # fmt: skip
 
 
@@ -225,7 +236,7 @@ def _one_rounding(dtypes: list[torch.dtype], used_in: torch.dtype | None, where:
         if dtype.itemsize >= 4 and widens(steps[-1], dtype):
             continue  # widened: nothing is lost
         steps.append(dtype)
-    if len(steps) > 1 and steps[0].itemsize >= 4:
+    if len(steps) > 1 and steps[0].itemsize == 4:
         steps = steps[1:]  # products accumulate at least this wide
     if len(steps) > 1 or (used_in is not None and not widens(steps[0], used_in) and dtypes[-1] != used_in):
         raise NotExperts(f"roundings {' -> '.join(str(d) for d in dtypes)} in one place", where.node)

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.shapes import same_size
-from k3rewrite.passes.moe.expression import Integer, Rounded, Value
+from k3rewrite.passes.moe.expression import Integer, Rounded, Value, keeps_integers
 from k3rewrite.passes.moe.index import (
     Absent,
     Axis,
@@ -85,7 +85,7 @@ def flat_of(reader: Reader, node: Node) -> Flat:
     dims, value = reader.index(node)
     if len(dims) != 1:
         raise Unreadable("integers that are not in a row")
-    if isinstance(value, Sorted) and _is_row(value.at, dims[0]):
+    if isinstance(value, Sorted) and _is_whole(value.at, dims[0], value.of):
         return value.of  # what is counted in a sorted row is what is counted in the row
     return Flat(dims[0], value)
 
@@ -93,6 +93,11 @@ def flat_of(reader: Reader, node: Node) -> Flat:
 def _is_row(index: Index, axes: tuple[Axis, ...]) -> bool:
     """True if the index runs through 0, 1, 2, ... with the axes."""
     return index.key() == flattened(axes).key()
+
+
+def _is_whole(index: Index, axes: tuple[Axis, ...], of: Flat) -> bool:
+    """True if the index runs through every element of a row, in order: not through the first ones alone."""
+    return _is_row(index, axes) and same_size(product_of(axes), of.rows)
 
 
 # ------------------------------------------------------------------ orders
@@ -114,7 +119,7 @@ def _ordered(node: Node, dims: Sequence[tuple[Axis, ...]], value: Index, number:
     row, found = flattened(places), value
     if isinstance(value, Absent) and number == 1 and stable and _is_row(value.count.at, dims[0]):
         found = Present(value.count.of, row)
-    elif isinstance(value, Order) and number == 1 and _is_row(value.at, dims[0]):
+    elif isinstance(value, Order) and number == 1 and _is_whole(value.at, dims[0], value.of):
         found = Inverse(value.sort, value.of, row)
     elif not dims[0]:
         found = Position(0) if number else value
@@ -145,12 +150,12 @@ def inverse_put(reader: Reader, node: Node, arguments: Arguments) -> Value | Non
     dims, value = reader.index(places)
     if len(dims) == 1 and not dims[0] and same_size(node.meta["val"].shape[0], 1):
         return integer(node, dims, Position(0))
-    if not isinstance(value, Order) or len(dims) != 1 or not _is_row(value.at, dims[0]):
+    if not isinstance(value, Order) or len(dims) != 1 or not _is_whole(value.at, dims[0], value.of):
         return None
     count, order = reader.index(numbers)
     whole = same_size(node.meta["val"].shape[0], value.of.rows)
-    if len(count) != 1 or not _is_row(order, count[0]) or not whole:
-        return None
+    if len(count) != 1 or not _is_whole(order, count[0], value.of) or not whole:
+        return None  # also one number that is put everywhere
     return integer(node, dims, Inverse(value.sort, value.of, flattened(dims[0])))
 
 
@@ -158,6 +163,8 @@ def inverse_put(reader: Reader, node: Node, arguments: Arguments) -> Value | Non
 
 
 def _counted(node: Node, flat: Flat) -> Value:
+    if not keeps_integers(node.meta["val"].dtype):
+        raise Unreadable("counts in a dtype that may not hold them")
     size = node.meta["val"].shape[0]
     dims = ((),) if same_size(size, 1) else ((Axis(size),),)
     return Value(dims, Integer(node, Count(flat, flattened(dims[0])), node.meta["val"].dtype))
@@ -191,7 +198,7 @@ def _cumsum(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
     if node.meta["val"].dim() != 1:
         return None
     dims, value = reader.index(arguments["self"])
-    if not isinstance(value, Count):
+    if not isinstance(value, Count) or not keeps_integers(node.meta["val"].dtype):
         return None
     if _is_row(value.at, dims[0]):
         return integer(node, dims, End(value.of, value.at))
@@ -207,12 +214,14 @@ def _searchsorted(reader: Reader, node: Node, arguments: Arguments) -> Value | N
     if not isinstance(wanted, Node) or node.meta["val"].dim() != 1 or sequence.meta["val"].dim() != 1:
         return None
     dims, numbers = reader.index(wanted)
-    _, first = reader.index(sequence)
+    row, first = reader.index(sequence)
     if not _is_row(numbers, dims[0]):
         return None
-    if isinstance(first, Sorted):
+    if isinstance(first, Sorted) and _is_whole(first.at, row[0], first.of):
         return integer(node, dims, End(first.of, flattened(dims[0])))
-    if isinstance(first, End) and same_size(node.meta["val"].shape[0], first.of.rows):
+    whole = same_size(node.meta["val"].shape[0], first.of.rows) if isinstance(first, End) else False
+    if isinstance(first, End) and _is_row(first.at, row[0]) and whole:
+        reader.counted[node] = (sequence.meta["val"].shape[0], 1)  # the last group has no end to be looked for
         return integer(node, dims, _group(first, flattened(dims[0])))
     return None
 
@@ -270,7 +279,10 @@ def is_absent(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
     if arguments["other"] != 0:
         return None
     dims, value = reader.index(arguments["self"])
-    return integer(node, dims, Absent(value)) if isinstance(value, Count) else None
+    if not isinstance(value, Count) or len(dims) != 1:
+        return None
+    reader.counted[node] = (node.meta["val"].shape[0], 0)
+    return integer(node, dims, Absent(value))
 
 
 SORTS = frozenset({aten.sort.default, aten.sort.stable})

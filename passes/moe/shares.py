@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from k3rewrite.graph.shapes import same_size
+from k3rewrite.graph.arguments import bound_arguments
+from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe import routing
 from k3rewrite.passes.moe.expression import Apply, Chosen, Expression, Load, Rounded, Total, Value, as_index
 from k3rewrite.passes.moe.index import (
@@ -73,22 +74,21 @@ def _scatter(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
         return routing.counts_scattered(reader, node, arguments) if adds else routing.inverse_put(
             reader, node, arguments
         )  # fmt: skip
-    if arguments["src"] in reader.products or reader.value(arguments["src"]) is None:
-        return _accumulated(reader, node, arguments["self"], arguments["index"], arguments["src"]) if adds else None
-    rank = value.dim()
-    whole = isinstance(arguments["index"], Node) and (
-        arguments["index"].meta["val"].shape == arguments["src"].meta["val"].shape
-    )
+    rank, source = value.dim(), reader.value(arguments["src"])
+    shape = arguments["src"].meta["val"].shape
+    whole = same_sizes(arguments["index"].meta["val"].shape, shape)  # what the index is too short for is left out
+    if arguments["src"] in reader.products:
+        if not adds or not whole or arguments["dim"] % rank != 0:
+            return None
+        return _accumulated(reader, node, arguments["self"], arguments["index"], arguments["src"])
+    whole &= same_sizes(value.shape[:-1], shape[:-1])
     if routing.constant(arguments["self"]) != 0 or arguments["dim"] % rank != rank - 1 or rank < 2 or not whole:
         return None
-    source = reader.value(arguments["src"])
-    if arguments["src"] in reader.products:
-        return _accumulated(reader, node, arguments["self"], arguments["index"], arguments["src"]) if adds else None
     ids, weights = broadcast(reader.value(arguments["index"]), source)
     chosen = as_index(ids.element)
     if not isinstance(chosen, Element):
         return None
-    if not adds and not _are_distinct(chosen.node):
+    if not adds and not _are_distinct(chosen, set(ids.dims[-1])):
         reason = "an id may stand twice in a row, and a weight that is scattered replaces another"
         raise Unreadable(reason, telling=True)
     slots = ids.dims[-1]
@@ -100,12 +100,16 @@ def _scatter(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
     return Value((*ids.dims[:-1], (expert,)), Total(node, tuple(bound.values()), share, value.dtype))
 
 
-def _are_distinct(ids: Node) -> bool:
-    """True for the ids of a top-k or a route."""
-    if ids.target is not operator.getitem or ids.args[1] != 1:
+def _are_distinct(ids: Element, slots: set[Axis]) -> bool:
+    """True for ids that one top-k or route has chosen, for each of the slots another of them."""
+    node = ids.node
+    if node.target is not operator.getitem or node.args[1] != 1:
         return False
-    source = ids.args[0]
-    return isinstance(source, Node) and source.target in (aten.topk.default, torch.ops.k3.route.default)
+    source, last = node.args[0], len(ids.index) - 1
+    if not isinstance(source, Node) or source.target not in (aten.topk.default, torch.ops.k3.route.default):
+        return False
+    over = bound_arguments(source).get("dim", -1) % len(ids.index)
+    return over == last and not any(slots & _axes(at) for at in ids.index[:last])
 
 
 def _index_add(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
@@ -127,6 +131,9 @@ def _accumulated(reader: Reader, node: Node, base: Node, index: Node, source: No
     rows = reader.value(source)
     if source not in reader.products:
         return None
+    shape, added = node.meta["val"].shape, source.meta["val"].shape
+    if not same_sizes(shape[1:], added[1:]) or not same_size(index.meta["val"].shape[0], added[0]):
+        raise Unreadable("a sum of rows into wider ones, or of one row at several places")
     places = reader.value(index)
     place = as_index(places.element)
     columns = [axis for dim in places.dims[1:] for axis in dim]

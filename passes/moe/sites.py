@@ -8,14 +8,15 @@ from typing import Any
 
 from torch.fx import Node
 
-from k3rewrite.graph.shapes import same_sizes
+from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe.experts import Experts, experts_of
 from k3rewrite.passes.moe.expression import Apply, Product
-from k3rewrite.passes.moe.index import Axis
+from k3rewrite.passes.moe.index import Axis, Unreadable
 from k3rewrite.passes.moe.neighbourhood import is_separate_expert, roots_of
 from k3rewrite.passes.moe.reader import Reader
 from k3rewrite.passes.moe.routes import uncast
 from k3rewrite.passes.moe.routing import is_constant
+from k3rewrite.passes.moe.signs import may_be_negative
 from k3rewrite.passes.moe.tables import check_tables
 from k3rewrite.passes.moe.views import SPLITS
 from k3rewrite.passes.moe.weights import NotExperts, Weight
@@ -51,6 +52,8 @@ def site_around(anchor: Node) -> Iterator[Site | NotExperts]:
             continue  # a part of a loop in which something is wrong
         try:
             yield _site(root, anchor, reader)
+        except Unreadable as reason:
+            reasons.append(NotExperts(str(reason), root))
         except NotExperts as reason:
             reasons.append(reason)
             wrong_sum |= is_sum and reason.progress > 0
@@ -84,7 +87,12 @@ def _site(root: Node, anchor: Node, reader: Reader) -> Site:
     nodes = _between(root, stops, reader)
     if anchor not in nodes:
         raise NotExperts("the down projection is not part of this sum", root, progress=0)
-    _check_sizes(experts, x, ids, weights)
+    _check_sizes(experts, ids, weights)
+    _check_groups(reader, nodes, experts.w_down)
+    if not experts.compared and may_be_negative(ids):
+        raise NotExperts(
+            "the ids may be negative: as an index such a number counts from the last expert", ids, progress=4
+        )
     for weight in (experts.w_gate, experts.w_up, experts.w_down):
         check_tables(weight)
     return Site(root, frozenset(nodes), experts, x, ids, weights)
@@ -100,13 +108,26 @@ def _input(
     return node
 
 
-def _check_sizes(experts: Experts, x: Node, ids: Node, weights: Node) -> None:
-    if not same_sizes(ids.meta["val"].shape, weights.meta["val"].shape):
+def _check_sizes(experts: Experts, ids: Node, weights: Node) -> None:
+    one, other = ids.meta["val"].shape, weights.meta["val"].shape
+    if not experts.slots and not same_sizes(one, other) and not same_size(one[-1], 1):
         raise NotExperts("ids and routing weights have different shapes", ids)
     counts = [w.values.node.meta["val"].shape[w.values.expert_dim] for w in (experts.w_gate, experts.w_up)]
     last = experts.w_down.values
     if not same_sizes(counts, [last.node.meta["val"].shape[last.expert_dim]] * 2):
         raise NotExperts("gate, up and down projection are stacks of different numbers of experts", last.node)
+
+
+def _check_groups(reader: Reader, nodes: set[Node], weight: Weight) -> None:
+    """Groups must have been counted for every expert: rows of one that was not counted are taken for another's."""
+    stored = weight.values
+    count = stored.node.meta["val"].shape[stored.expert_dim]
+    for node in sorted(nodes & reader.counted.keys()):
+        groups, spare = reader.counted[node]
+        if not same_size(groups, count) and not (spare and same_size(groups + spare, count)):
+            raise NotExperts(
+                f"the groups are looked for among the ends of {groups}, of {count} experts", node, progress=4
+            )
 
 
 def _storage(weight: Weight) -> set[Node]:

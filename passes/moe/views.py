@@ -12,7 +12,7 @@ from torch.fx import Node
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.layout import permutation
 from k3rewrite.passes.moe import routing
-from k3rewrite.passes.moe.expression import Integer, Rounded, Value, dimension
+from k3rewrite.passes.moe.expression import Integer, Rounded, Value, dimension, keeps_integers
 from k3rewrite.passes.moe.index import Position, Size, Unreadable
 from k3rewrite.passes.moe.layout import expanded, selected, sliced, viewed
 from k3rewrite.patterns.bindings import cast_source
@@ -98,7 +98,7 @@ def _cast(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
         return value if source.meta["val"].device == node.meta["val"].device else None
     if cast_source(node) is None:
         return None
-    if isinstance(value.element, Integer) and not dtype.is_floating_point and dtype is not torch.bool:
+    if isinstance(value.element, Integer) and not dtype.is_floating_point and keeps_integers(dtype):
         return Value(value.dims, Integer(node, value.element.value, dtype))
     return Value(value.dims, Rounded(node, value.element, dtype))
 

@@ -63,9 +63,9 @@ BEFORE = (
     "lift_rms_norm",
     "lift_gated_rms_norm",
     "lift_l2_norm",
-    "lift_mlp",
     "lift_route",
     "lift_moe",
+    "lift_mlp",
     "lift_attn_res",
 )
 FAKE_PASSES = (

@@ -120,7 +120,7 @@ def test_a_wrong_lift_is_an_error_that_saves_both_outputs(tmp_path: Path, monkey
     from k3rewrite.errors import VerificationError
     from k3rewrite.passes import lift_moe
 
-    def exchanged(node: torch.fx.Node, builder: Any) -> torch.fx.Node:
+    def exchanged(node: torch.fx.Node, rows: Any, columns: Any, builder: Any) -> torch.fx.Node:
         value = node.meta["val"]
         return node if value.dtype.is_floating_point else builder.call(torch.ops.aten.flip.default, node, [0])
 
