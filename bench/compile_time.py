@@ -118,6 +118,7 @@ def main() -> None:
     }
     print("growth over linear (1 is linear): " + ", ".join(f"{k} {v:.2f}" for k, v in growth.items()))
     path = given.out / f"compile_time-{platform.machine()}-{os.cpu_count()}cores.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         json.dumps({**origin(), "cpu": _cpu(), "rows": rows, "growth_over_linear": growth}, indent=1) + "\n"
     )
