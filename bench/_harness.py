@@ -7,6 +7,7 @@ graph; ceilings measured in the same process; outputs compared with fp64 in the 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -101,6 +102,20 @@ def poison(*shapes_and_dtypes: tuple[Sequence[int], torch.dtype]) -> None:
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     """|result - reference| / |reference| in fp64; NaN where anything is."""
     return float((result.double() - reference).norm() / reference.norm())
+
+
+LIMIT = 2e-2
+"""relative error of a bf16 result up to which a variant is taken for right: ten times that of one rounding"""
+
+
+class WrongResult(RuntimeError):
+    """What a variant computes is something else, and so would its figure be."""
+
+
+def demand(error: float) -> None:
+    """Raises WrongResult for an error beyond `LIMIT`, or none at all."""
+    if not error <= LIMIT:
+        raise WrongResult(f"its relative error is {error:.1e}, and {LIMIT:g} is the most that is timed")
 
 
 @triton.jit
@@ -198,13 +213,26 @@ def write_results(name: str, results: dict[str, Any], folder: Path = RESULTS) ->
     return path
 
 
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark of a kernel has."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--peers", type=Path, help="folder with vLLM's files")
+    made.add_argument("--out", type=Path, default=RESULTS)
+    made.add_argument("--commit", default="", help="what to record where git is not at hand")
+    made.add_argument("--replays", type=int, default=200)
+    made.add_argument("--sweep", action="store_true")
+    made.add_argument("--seconds", type=float, default=3600, help="after so long Inductor is left out")
+    return made
+
+
 def _plain(value: Any) -> Any:
     return asdict(value) if isinstance(value, Timing) else str(value)
 
 
 @contextlib.contextmanager
 def only_warning(what: str) -> Iterator[None]:
-    """A peer that cannot run here must not end the benchmark: its error is printed, and its figures are missing."""
+    """A variant that cannot run here, or is wrong, must not end the benchmark: its error is printed, and its figures
+    are missing."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:

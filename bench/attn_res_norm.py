@@ -10,13 +10,11 @@ Eager and Inductor run the vendor's chain with its roundings as written in the m
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import _harness as harness
@@ -27,6 +25,7 @@ from torch import Tensor
 from k3rewrite.kernels.attn_res_norm import KERNELS, hip_kernel, launch
 from k3rewrite.kernels.attn_res_norm.op import attn_res_norm as reference
 from k3rewrite.kernels.attn_res_norm.schedule import Schedule, schedule_for
+from k3rewrite.pipeline.pass_base import PassContext
 from k3rewrite.targets import load_target
 
 COLUMNS = 7168
@@ -144,6 +143,9 @@ def check(data: Inputs, call: Call) -> dict[str, float | bool]:
     prefix, normed = call(0)
     result = {"error": harness.relative_error(normed, exact), "prefix_equal": torch.equal(prefix, expected)}
     data.prefix[0].copy_(before)
+    harness.demand(result["error"])
+    if not result["prefix_equal"]:
+        raise harness.WrongResult("the prefix is not what eager's addition gives")
     return result
 
 
@@ -160,9 +162,8 @@ def selected(data: Inputs) -> launch.MixRows:
     name = "attn_res_norm" if data.delta is None else "add_attn_res_norm"
     if data.delta is not None:
         arguments["delta"] = data.delta[0]
-    target = load_target("auto")
-    taking = [k for k in KERNELS if k.op == name and k.accepts(arguments, target) is None]
-    best = min(taking, key=lambda kernel: kernel.cost_us(arguments, target))
+    taking = PassContext(load_target("auto"), {}, tuple(KERNELS)).offers(name, arguments).taking
+    best, _ = min(taking, key=lambda offer: offer[1])
     return hip_kernel.mix_rows if best.language == "hip" else launch.mix_rows
 
 
@@ -288,14 +289,8 @@ def sweep(rows_list: list[int], replays: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, help="folder with vLLM's files")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    parser.add_argument("--commit", default="", help="what to record where git is not at hand")
+    parser = harness.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--replays", type=int, default=200)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--seconds", type=float, default=3600, help="after so long Inductor is left out")
     options = parser.parse_args()
     torch.manual_seed(0)
     started = time.monotonic()

@@ -10,14 +10,12 @@ The ceiling is the fastest read of as many bytes in the same run. Outputs are co
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import _harness as harness
@@ -159,8 +157,9 @@ def check(call: Call, reference: Tensor) -> dict[str, float]:
     harness.poison((reference.shape, BF16), ((reference.shape[0] * 64, 4096), FP32))
     result = call(0).double()
     cosine = torch.nn.functional.cosine_similarity(result.flatten(), reference.flatten(), dim=0)
+    harness.demand(error := harness.relative_error(result, reference))
     return {
-        "error": harness.relative_error(result, reference),
+        "error": error,
         "one_minus_cosine": float(1 - cosine),
         "largest_difference": float((result - reference).abs().max()),
     }
@@ -268,16 +267,10 @@ def sweep(shape_name: str, tokens_list: list[int], replays: int) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, help="folder with vLLM's files")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    parser.add_argument("--commit", default="", help="what to record where git is not at hand")
+    parser = harness.parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), nargs="+", default=list(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--routing", choices=("uniform", "skewed", "repeated"), nargs="+", default=["uniform"])
-    parser.add_argument("--replays", type=int, default=200)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--seconds", type=float, default=3600, help="after so long Inductor is left out")
     options = parser.parse_args()
     torch.manual_seed(0)
     started = time.monotonic()

@@ -3,6 +3,7 @@
     x.float().to(bfloat16)           -> x            (x bf16: widened and narrowed back, exact)
     x.float().double()               -> x.double()   (two widenings are one)
     torch.ops.aten.copy(dst, src)    -> src          (functional copy that changes neither dtype, shape nor stride)
+    x.masked_fill(mask, -inf)        -> x            (a mask that is known to be false everywhere)
     x.view(2, 4), x.view(2, 4)       -> one node     (equal views and casts of one value)
 
 Nothing here changes a bit of any result.
@@ -10,7 +11,7 @@ Nothing here changes a bit of any result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +23,8 @@ from torch.fx.node import map_arg
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.provenance import module_path, source_line
 from k3rewrite.graph.purity import PurityIndex, is_view, writes
-from k3rewrite.graph.shapes import metadata_difference, same_sizes
+from k3rewrite.graph.shapes import metadata_difference, same_size, same_sizes
+from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.patterns import (
     OPERATORS,
     Anything,
@@ -41,7 +43,13 @@ from k3rewrite.patterns.rewrite import readers
 from k3rewrite.pipeline.pass_base import PassContext, RulePass
 from k3rewrite.report.schema import Miss, PassReport, Site
 
+_aten = torch.ops.aten
 _CAST_TARGETS = OPERATORS["cast"]
+_SHOWN_AGAIN = frozenset({_aten.clone.default}).union(
+    *(OPERATORS[name] for name in ("view", "expand", "unsqueeze", "squeeze", "cast"))
+)
+_NEGATING = frozenset({_aten.bitwise_not.default, _aten.logical_not.default})
+_COMPARING = frozenset({_aten.eq.Scalar, _aten.ne.Scalar})
 
 
 class FoldCasts(Rule):
@@ -67,7 +75,7 @@ class FoldCasts(Rule):
         dtype = match.value("anchor").dtype
         if match.value("x").dtype == dtype:
             return {"root": match["x"]}
-        return {"root": builder.call(torch.ops.aten._to_copy.default, match["x"], dtype=dtype)}
+        return {"root": builder.call(_aten._to_copy.default, match["x"], dtype=dtype)}
 
     def examples(self) -> Sequence[Example]:
         return (
@@ -88,8 +96,8 @@ class FoldCopy(Rule):
 
     name = "fold_copy"
     policy = Policy.EXACT
-    anchors = frozenset({torch.ops.aten.copy.default})
-    pattern = call(torch.ops.aten.copy.default, Var("destination"), Var("source"), Anything(), name="anchor")
+    anchors = frozenset({_aten.copy.default})
+    pattern = call(_aten.copy.default, Var("destination"), Var("source"), Anything(), name="anchor")
     reach = 0
 
     def check(self, match: Match) -> Refusal | None:
@@ -100,10 +108,51 @@ class FoldCopy(Rule):
         return {"root": match["source"]}
 
     def examples(self) -> Sequence[Example]:
-        return (Example("same metadata", lambda x: torch.ops.aten.copy(x, x * 2) + 1, _fp32),)
+        return (Example("same metadata", lambda x: _aten.copy(x, x * 2) + 1, _fp32),)
 
     def counterexamples(self) -> Sequence[CounterExample]:
-        return (CounterExample("broadcast", lambda x: torch.ops.aten.copy(x, x[:1] * 2) + 1, _fp32, "shape"),)
+        return (CounterExample("broadcast", lambda x: _aten.copy(x, x[:1] * 2) + 1, _fp32, "shape"),)
+
+
+class FoldOpenMask(Rule):
+    """A masked_fill whose mask is a number scattered to every place: the best one of one group excludes nobody."""
+
+    name = "fold_open_mask"
+    policy = Policy.EXACT
+    anchors = frozenset({_aten.masked_fill.Scalar})
+    pattern = call(_aten.masked_fill.Scalar, Var("values"), Var("mask"), Anything(), name="anchor")
+    reach = 0
+
+    def is_site(self, node: Node) -> bool:
+        mask = node.args[1]
+        return isinstance(mask, Node) and _scattered_into(mask) is not None
+
+    def check(self, match: Match) -> Refusal | None:
+        if _every_element(match["mask"]) is not False:
+            return Refusal("the mask may be true somewhere", match["anchor"])
+        return None
+
+    def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
+        mask = match.value("mask")
+        return {match["mask"]: torch.zeros([size_hint(s) for s in mask.shape], dtype=mask.dtype, device=mask.device)}
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        return {"root": match["values"]}
+
+    def examples(self) -> Sequence[Example]:
+        return (
+            Example("one group of experts", lambda x: _best_groups(x, 1, lambda m: ~m.bool()), _fp32),
+            Example("compared with zero", lambda x: _best_groups(x, 1, lambda m: m == 0), _fp32),
+        )
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        some = "may be true somewhere"
+        return (
+            CounterExample("four groups", lambda x: _best_groups(x, 4, lambda m: ~m.bool()), _fp32, some),
+            CounterExample("the best group left out", lambda x: _best_groups(x, 1, lambda m: m.bool()), _fp32, some),
+            CounterExample("~1 is -2", lambda x: _best_groups(x, 1, lambda m: (~m.int()).bool()), _fp32, some),
+            CounterExample("a half, cast", lambda x: _best_groups(x, 1, lambda m: ~m.int().bool(), 0.5), _fp32, some),
+        )
 
 
 class FoldScatteredCopy(Rule):
@@ -115,7 +164,7 @@ class FoldScatteredCopy(Rule):
     pattern = call(
         "select_scatter",
         Var("base"),
-        call(torch.ops.aten.copy.default, Var("destination"), Var("source"), Anything(), name="copy"),
+        call(_aten.copy.default, Var("destination"), Var("source"), Anything(), name="copy"),
         Anything("dim"),
         Anything("index"),
         name="anchor",
@@ -130,7 +179,7 @@ class FoldScatteredCopy(Rule):
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         arguments = (match["base"], match["source"], match["dim"], match["index"])
-        return {"root": builder.call(torch.ops.aten.select_scatter.default, *arguments)}
+        return {"root": builder.call(_aten.select_scatter.default, *arguments)}
 
     def examples(self) -> Sequence[Example]:
         def stored(x: Tensor) -> Tensor:
@@ -147,6 +196,37 @@ class FoldScatteredCopy(Rule):
             return bank
 
         return (CounterExample("a cast on the way", cast, _fp32, "casts"),)
+
+
+def _best_groups(x: Tensor, groups: int, excluded: Callable[[Tensor], Tensor], value: float = 1) -> Tensor:
+    """The better half of the groups of columns of x, -inf in the others, and exp of it."""
+    totals = x.view(x.shape[0], groups, -1).sum(-1)
+    best = totals.topk(max(1, groups // 2), dim=-1)[1]
+    mask = torch.zeros_like(totals).scatter(1, best, value).unsqueeze(-1).expand(-1, -1, x.shape[1] // groups)
+    return x.masked_fill(excluded(mask.reshape(x.shape)), float("-inf")).exp()
+
+
+def _scattered_into(mask: Node) -> Node | None:
+    """The scatter of a number of which a mask shows the elements, as they are or negated."""
+    while mask.target in (*_SHOWN_AGAIN, *_NEGATING, *_COMPARING):
+        mask = mask.args[0]  # type: ignore[assignment]
+    return mask if mask.target is _aten.scatter.value else None
+
+
+def _every_element(mask: Node) -> bool | None:
+    """What every element is, or None if that is not known."""
+    target, value = mask.target, mask.meta["val"]
+    if target is _aten.scatter.value:
+        base, dim, index, number = mask.args[:4]
+        assert isinstance(base, Node) and isinstance(index, Node) and isinstance(dim, int)
+        covered = same_sizes(index.meta["val"].shape, value.shape) and same_size(value.shape[dim], 1)
+        return bool(number) if covered and number in (0, 1) else None  # 0 and 1 are what they are in every dtype
+    if target in _SHOWN_AGAIN:
+        return _every_element(mask.args[0])  # type: ignore[arg-type]
+    inner = None
+    if (target in _COMPARING and mask.args[1] == 0) or (target in _NEGATING and value.dtype is torch.bool):
+        inner = _every_element(mask.args[0])  # type: ignore[arg-type]
+    return inner if inner is None or target is _aten.ne.Scalar else not inner
 
 
 def _fp32() -> tuple[Tensor]:
@@ -191,7 +271,7 @@ def _is_returned(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class CanonicalisePass(RulePass):
-    """Fold casts that lose nothing and copies that change nothing; make equal views and casts one node."""
+    """Fold casts that lose nothing, copies and masks that change nothing; make equal views and casts one node."""
 
     name: ClassVar[str] = "canonicalise"
 
@@ -200,4 +280,4 @@ class CanonicalisePass(RulePass):
         merge_equal(module.graph, report)
 
     def rules(self) -> tuple[Rule, ...]:
-        return (FoldCasts(), FoldCopy(), FoldScatteredCopy())
+        return (FoldCasts(), FoldCopy(), FoldOpenMask(), FoldScatteredCopy())

@@ -1,7 +1,7 @@
 """Lift the routed experts of a mixture to one op, however a model spells them.
 
-    order = ids.flatten().argsort()                                    (or w13[ids] and a batched product, or every
-    offsets = bincount(ids).cumsum(0)                                   expert for every token and a mask, or a loop
+    order = ids.flatten().argsort()                                     (or w13[ids] and a batched product, or every
+    offsets = histc(ids, E, 0, E - 1).cumsum(0)                         expert for every token and a mask, or a loop
     g, u = grouped_mm(x[order // k], w13, offsets).chunk(2, -1)         over a few experts)
     y = grouped_mm(silu(g) * u, w2, offsets)[order.argsort()]
     y = (y.view(T, k, N) * weights.unsqueeze(-1)).sum(1)
@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
-from k3rewrite.errors import UnsupportedError
-from k3rewrite.graph.cost import node_value
+from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe import examples
 from k3rewrite.passes.moe.experts import Experts
@@ -32,12 +31,13 @@ from k3rewrite.passes.moe.index import Size, product_of
 from k3rewrite.passes.moe.neighbourhood import PRODUCTS, is_down_projection
 from k3rewrite.passes.moe.sites import Site, site_around
 from k3rewrite.passes.moe.tables import region_values
-from k3rewrite.patterns import Anything, Builder, CounterExample, Example, Match, Policy, Rule
+from k3rewrite.patterns import Anything, Builder, CounterExample, Example, Match, Policy, Refusal, Rule
 from k3rewrite.patterns.bindings import Attempt
 from k3rewrite.patterns.rewrite import apply_rule
 from k3rewrite.pipeline.pass_base import PassContext, RulePass
 from k3rewrite.report.schema import PassReport
 
+_EXPERTS = torch.ops.k3.experts.default
 MAX_INNER = 96
 """how many inner integers of a site may have other users: each is computed anew for them"""
 
@@ -93,11 +93,10 @@ class LiftMoe(Rule):
         ]
         gated = found.gated
         node = builder.call(
-            torch.ops.k3.experts.default, x, ids, weights, *stored, *scales, found.w_down.format, gated.name,
+            _EXPERTS, x, ids, weights, *stored, *scales, found.w_down.format, gated.name,
             gated.beta, gated.linear_beta, found.first, found.product_dtype, gated.dtype, found.hidden_dtype,
             found.route_dtype, found.combine_dtype, found.out_dtype,
         )  # fmt: skip
-        self._demand_kernel(node)
         shape = match.root.meta["val"].shape
         results = {"root": node if len(shape) == 2 else builder.call(torch.ops.aten.view.default, node, list(shape))}
         copies: dict[Node, Node] = {}
@@ -107,24 +106,13 @@ class LiftMoe(Rule):
             results[name] = builder.item(copy, int(item[:-1])) if item else copy
         return results
 
-    def _demand_kernel(self, node: Node) -> None:
-        """Raises UnsupportedError if a kernel is asked for and none of the target takes the call."""
-        if self._context is None:
-            return
-        kernels = [k for k in self._context.kernels if k.op == "experts"]
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        arguments = dict(zip(names, node_value(node.args), strict=True))
-        objections = [f"{k.name}: {k.accepts(arguments, self._context.target)}" for k in kernels
-                      if k.accepts(arguments, self._context.target) is not None]  # fmt: skip
-        target = self._context.target
-        if not target.is_gpu:
-            objections = [f"target {target.name} runs the reference"]
-        elif len(objections) < len(kernels):
-            return
-        raise UnsupportedError(
-            f"no kernel of k3::experts takes this on {target.name} ({'; '.join(objections) or 'there is none'})",
-            remedy="set 'leave_without_kernel: false' to lift it all the same",
-        )
+    def accept(self, match: Match, new: Mapping[str, Node]) -> Refusal | None:
+        node = new["root"] if new["root"].target is _EXPERTS else new["root"].all_input_nodes[0]  # behind a view
+        offers = self._context.offers("experts", bound_arguments(node)) if self._context is not None else None
+        if offers is None or offers.taking:
+            return None
+        why = "; ".join(offers.objections)
+        return Refusal(f"no kernel takes k3::experts here ({why}); 'leave_without_kernel: false' lifts it all the same")
 
     def examples(self) -> Sequence[Example]:
         return examples.EXAMPLES

@@ -8,8 +8,8 @@
     w, ids = k3::route(logits, bias, 16, "sigmoid", renormalise=True, eps=1e-20, scale=scale, ...)
 
 Softmax before the top-k and softmax over the selected logits are the other scores. Selection limited to groups of
-experts fills the scores of the other groups with -inf; it stays as it is unless there is one group only, which the
-shapes of the mask prove.
+experts fills the scores of the other groups with -inf; it stays as it is. Where there is one group only,
+`canonicalise` has taken the mask away.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.dtypes import widens
-from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.graph.shapes import same_size, same_sizes
-from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.patterns import (
     LAST_DIM,
     OPERATORS,
@@ -50,9 +48,7 @@ from k3rewrite.patterns import (
     call,
 )
 from k3rewrite.patterns.bindings import Attempt
-from k3rewrite.patterns.rewrite import apply_rule
-from k3rewrite.pipeline.pass_base import PassContext, RulePass
-from k3rewrite.report.schema import PassReport
+from k3rewrite.pipeline.pass_base import RulePass
 
 _LOGITS = Cast(Var("logits"), "compute")
 _SIGMOID = call("sigmoid", _LOGITS, name="sigmoid")
@@ -204,38 +200,6 @@ def _argument(topk: Node, name: str) -> bool:
     return bool(bound_arguments(topk)[name])
 
 
-class FoldOpenMask(Rule):
-    """masked_fill with a mask that is false everywhere: the selection of the best one of one group of experts."""
-
-    name = "fold_open_mask"
-    policy = Policy.EXACT
-    anchors = frozenset({torch.ops.aten.masked_fill.Scalar})
-    pattern = call(torch.ops.aten.masked_fill.Scalar, Var("values"), Var("mask"), Number("filled"), name="anchor")
-    reach = 0
-
-    def check(self, match: Match) -> Refusal | None:
-        if not known_everywhere(match["mask"], False):
-            return Refusal("the mask may be true somewhere", match["anchor"])
-        return None
-
-    def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
-        mask = match.value("mask")
-        return {match["mask"]: torch.zeros([size_hint(s) for s in mask.shape], dtype=mask.dtype, device=mask.device)}
-
-    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
-        return {"root": match["values"]}
-
-    def examples(self) -> Sequence[Example]:
-        return (Example("one group of experts", lambda logits, bias: _grouped(logits, bias, groups=1), _inputs),)
-
-    def counterexamples(self) -> Sequence[CounterExample]:
-        return (
-            CounterExample(
-                "four groups", lambda logits, bias: _grouped(logits, bias, groups=4), _inputs, "may be true somewhere"
-            ),
-        )
-
-
 def _chooses_groups(topk: Node) -> bool:
     """True for the top-k's of a selection of groups: the best scores of a group, which are summed for another top-k,
     and the best groups, whose numbers are only scattered into a mask."""
@@ -247,28 +211,8 @@ def _chooses_groups(topk: Node) -> bool:
     return set(items) == {1} and all(user.target is _aten.scatter.value for user in items[1].users)
 
 
-def known_everywhere(node: Node, wanted: bool) -> bool:
-    """True if every element of a mask is known to be `wanted`: one group that is always chosen excludes nobody."""
-    target = node.target
-    if target in (_aten.bitwise_not.default, _aten.logical_not.default):
-        return known_everywhere(node.args[0], not wanted)  # type: ignore[arg-type]
-    if target in (_aten.eq.Scalar, _aten.ne.Scalar) and node.args[1] == 0:
-        return known_everywhere(node.args[0], wanted is (target is _aten.ne.Scalar))  # type: ignore[arg-type]
-    if target in OPERATORS["cast"] or target in _SHOWN_AGAIN:
-        return known_everywhere(node.args[0], wanted)  # type: ignore[arg-type]
-    if target is _aten.scatter.value:
-        base, dim, index, value = node.args[:4]
-        assert isinstance(base, Node) and isinstance(index, Node) and isinstance(dim, int)
-        covered = same_sizes(index.meta["val"].shape, base.meta["val"].shape)
-        return covered and same_size(base.meta["val"].shape[dim], 1) and bool(value) is wanted
-    return False
-
-
 _aten = torch.ops.aten
 _MAXIMA = frozenset({_aten.amax.default})
-_SHOWN_AGAIN = (
-    OPERATORS["view"] | OPERATORS["expand"] | OPERATORS["unsqueeze"] | OPERATORS["squeeze"]
-) | {_aten.clone.default}  # fmt: skip
 
 
 def _inputs() -> tuple[Tensor, ...]:
@@ -297,12 +241,4 @@ class LiftRoutePass(RulePass):
     provides: ClassVar[frozenset[str]] = frozenset({"route"})
 
     def rules(self) -> tuple[Rule, ...]:
-        return (FoldOpenMask(), LiftRoute())
-
-    def run(self, module: GraphModule, context: PassContext, report: PassReport) -> None:
-        fold, lift = self.rules()
-        folded = PassReport(fold.name)  # what it leaves alone is no router that was missed
-        apply_rule(fold, module, folded, verify=context.verify_site)
-        if folded.matched:
-            eliminate_dead_code(module.graph)  # the choice of groups reads the scores, and nothing reads it any more
-        apply_rule(lift, module, report, allow_changes_rounding=self.allow_changes_rounding, verify=context.verify_site)
+        return (LiftRoute(),)

@@ -10,14 +10,13 @@ others and the estimates are in the reason. What is left is expanded to its refe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch.fx import GraphModule, Node
 
 from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.arguments import bound_arguments
-from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.provenance import module_path, source_line
 from k3rewrite.ops.binding import KERNEL_KEY, REASON_KEY, bind
 from k3rewrite.ops.kernel import Kernel
@@ -66,23 +65,12 @@ class SelectPass(Pass):
 
 def choose(node: Node, op_name: str, context: PassContext, language: Language = "auto") -> tuple[Kernel | None, str]:
     """The kernel for a node and why, or None and the objections of all kernels of the op."""
-    kernels = [k for k in context.kernels if k.op == op_name]
-    if not kernels:
-        return None, f"no kernel of k3::{op_name} in this project"
-    if not context.target.is_gpu:
-        return None, f"target {context.target.name} runs the reference"
-    arguments: dict[str, Any] = {name: node_value(value) for name, value in bound_arguments(node).items()}
-    objections, accepting = [], []
-    for kernel in kernels:
-        objection = kernel.accepts(arguments, context.target)
-        if language not in ("auto", kernel.language):
-            objection = f"the pipeline asks for {language}"
-        if objection is None:
-            accepting.append((kernel.cost_us(arguments, context.target), kernel))
-        else:
-            objections.append(f"{kernel.name}: {objection}")
-    if not accepting:
+    offers = context.offers(op_name, bound_arguments(node))
+    wanted = [(k, us) for k, us in offers.taking if language in ("auto", k.language)]
+    others = [f"{k.name}: the pipeline asks for {language}" for k, us in offers.taking if (k, us) not in wanted]
+    objections = [*offers.objections, *others]
+    if not wanted:
         return None, "; ".join(objections)
-    estimate, best = min(accepting, key=lambda pair: pair[0])
-    others = [f"{k.name} {us:.2f} us" for us, k in accepting if k is not best] + objections
-    return best, f"{best.name} {estimate:.2f} us" + (f" (others: {'; '.join(others)})" if others else "")
+    best, estimate = min(wanted, key=lambda offer: offer[1])
+    rest = [f"{k.name} {us:.2f} us" for k, us in wanted if k is not best] + objections
+    return best, f"{best.name} {estimate:.2f} us" + (f" (others: {'; '.join(rest)})" if rest else "")

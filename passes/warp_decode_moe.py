@@ -24,7 +24,6 @@ from torch.fx import GraphModule, Node
 
 import k3rewrite.kernels  # noqa: F401  registers the op that the pattern names
 from k3rewrite.graph.arguments import bound_arguments
-from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.patterns import Builder, CounterExample, Example, Match, Policy, Refusal, Rule, call
 from k3rewrite.patterns.rewrite import apply_rule
@@ -57,17 +56,10 @@ class WarpDecodeMoe(Rule):
         for name in _WIDENED:
             if not widens(arguments[name], torch.float32):
                 return Refusal(f"{name} is {arguments[name]}, wider than what the kernels compute in", match.root)
-        if self._context is None:
+        offers = self._context.offers("experts", arguments) if self._context is not None else None
+        if offers is None or offers.taking:
             return None
-        if not self._context.target.is_gpu:
-            return Refusal(f"the target {self._context.target.name} runs the reference", match.root)
-        arguments = {name: node_value(value) for name, value in arguments.items()}
-        kernels = [k for k in self._context.kernels if k.op == "experts"]
-        objections = [(k.name, k.accepts(arguments, self._context.target)) for k in kernels]
-        if any(objection is None for _, objection in objections):
-            return None
-        listed = "; ".join(f"{name}: {objection}" for name, objection in objections)
-        return Refusal(f"no kernel takes the call ({listed or 'there is none'})", match.root)
+        return Refusal(f"no kernel takes the call ({'; '.join(offers.objections)})", match.root)
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         return {"root": builder.call(_EXPERTS, **self._arguments(match))}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.errors import EmitError, UnsupportedError
+from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.shapes import same_size
 from k3rewrite.kernels.attn_res.op import single_sources
 from k3rewrite.kernels.attn_res_norm import launch
@@ -34,9 +34,10 @@ from k3rewrite.kernels.attn_res_norm.accept import (
     target_objection,
 )
 from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES
+from k3rewrite.kernels.devices import loaded_function
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.ops.runs import hand_over
-from k3rewrite.targets import Target, load_target
+from k3rewrite.targets import Target
 
 PATH = Path(__file__).parent / "hip" / "attn_res_norm.hip"
 SYMBOL = "attn_res_norm"
@@ -246,12 +247,4 @@ def misaligned(*arguments: Any) -> bool:
 @cache
 def _function(defines: tuple[tuple[str, str], ...], device: torch.device) -> Any:
     """The kernel for these sizes, compiled and loaded on `device`, the current one."""
-    from k3rewrite.emit.compiler import Missing, defines_text, find_compiler
-    from k3rewrite.emit.launch import load_function
-    from k3rewrite.emit.source import unit_source
-
-    target, wanted = load_target("auto"), HipUnit(PATH, SYMBOL, dict(defines))
-    compiler = find_compiler(wanted, target)
-    if isinstance(compiler, Missing):
-        raise EmitError(compiler.reason, place=f"kernel {SYMBOL}", remedy="install the compiler, or bind Triton")
-    return load_function(compiler.compile(wanted, target, defines_text(wanted) + unit_source(wanted)).object, SYMBOL)
+    return loaded_function(HipUnit(PATH, SYMBOL, dict(defines)))

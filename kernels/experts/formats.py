@@ -29,11 +29,6 @@ def dequantised(weight: Tensor, scale: Tensor | None, group: Tensor, format: str
     return (values.unflatten(-1, (-1, GROUP)) * factors).flatten(-2)
 
 
-def stored_columns(columns: int, format: str) -> int:
-    """Elements of the stored tensor for `columns` columns."""
-    return columns // 2 if format == "mxfp4" else columns
-
-
 def e2m1_values(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes [..., n] -> values [..., 2 n]: 0, 0.5, 1, 1.5, 2, 3, 4, 6 by the low three bits, the sign in the fourth."""
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int32)

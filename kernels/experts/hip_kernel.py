@@ -7,7 +7,6 @@ than the routes' path takes, and what cannot be read 16 bytes at a time, is hand
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.errors import EmitError
 from k3rewrite.graph.shapes import same_size
-from k3rewrite.kernels.devices import device_facts
-from k3rewrite.kernels.experts import accept, launch
+from k3rewrite.kernels.devices import loaded_function
+from k3rewrite.kernels.experts import accept, hip_call
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
-from k3rewrite.ops.runs import hand_over
 from k3rewrite.targets import Target, load_target
 
 PATH = Path(__file__).parent / "hip" / "warp_decode.hip"
@@ -48,8 +45,6 @@ CHOSEN = Layout(rows=1, group=4, unroll=2)
 
 
 def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton, which takes more tokens than these kernels, is not installed"
     if reason := accept.accepts(arguments, target):
         return reason
     if arguments["format"] != "dense":
@@ -63,13 +58,7 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
         steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if not same_size(n, 1)][:-1]
         if any(not isinstance(step, int) or step % VECTOR for step in (*steps, tensor.storage_offset())):
             return f"rows of {name} do not begin at multiples of 16 bytes (strides {tuple(tensor.stride())})"
-    tokens = arguments["x"].shape[0]
-    if (
-        isinstance(tokens, int)
-        and Facts.of(arguments, target.vendor == "nvidia").schedule(target.arch, tokens).path != "routes"
-    ):
-        return f"for few tokens; {tokens} meet at experts"
-    return None
+    return hip_call.too_many(arguments, target)
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
@@ -79,39 +68,18 @@ def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
 
 def both_units(facts: Facts, ids: torch.dtype, layout: Layout, wave_size: int) -> list[HipUnit]:
     """The two launches of a layout."""
-    values = {
-        "INNER": facts.inner,
-        "WIDTH": facts.width,
-        "OUTER": facts.outer,
-        "TOP_K": facts.top_k,
-        "THREADS": layout.waves * wave_size,
-        "ROWS": layout.rows,
-        "GROUP": layout.group,
-        "UNROLL": layout.unroll,
-        "IDS": "i64" if ids == torch.int64 else "i32",
-        "SITU": int(facts.activation == "situ"),
-        "LINEAR": int(facts.linear),
-        "PRODUCT_BF16": int(facts.product == torch.bfloat16),
-        "COMPUTE_BF16": int(facts.compute == torch.bfloat16),
-        "ROUTE_BF16": int(facts.route == torch.bfloat16),
-        "COMBINE_BF16": int(facts.combine == torch.bfloat16),
-        "DEPENDENT": int(facts.nvidia),
-    }
-    defines = {f"WARP_DECODE_{name}": str(value) for name, value in values.items()}
-    return [HipUnit(PATH, symbol, defines) for symbol in (GATE_UP, DOWN)]
+    own = {"THREADS": layout.waves * wave_size, "ROWS": layout.rows, "GROUP": layout.group, "UNROLL": layout.unroll}
+    macros = hip_call.defines("WARP_DECODE", facts, ids, **own)
+    return [HipUnit(PATH, symbol, macros) for symbol in (GATE_UP, DOWN)]
 
 
-def experts(x: Tensor, ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
+def experts(*arguments: Any, **options: Any) -> Tensor:
     """As `launch.experts`, which gets what these kernels do not take: more tokens, addresses at odd places."""
-    named = dict(zip(ARGUMENTS, (x, ids, *arguments), strict=False)) | options
-    arch, _ = device_facts(x.device)
-    facts = Facts.of(named, nvidia=arch.startswith("sm_"))
-    tensors = [named[name] for name in ("x", "w_gate", "w_up", "w_down")]
-    odd = any(tensor.data_ptr() % (2 * VECTOR) for tensor in tensors) or x.stride(1) != 1 or x.stride(0) % VECTOR
-    if odd or not x.shape[0] or facts.schedule(arch, x.shape[0]).path != "routes":
-        hand_over("triton")
-        return launch.experts(**named)
-    return warp_decode(named, facts, CHOSEN)
+    named = hip_call.named_arguments(*arguments, **options)
+    facts = Facts.of(named, nvidia=torch.version.hip is None)
+    aligned = dict.fromkeys(("x", "w_gate", "w_up", "w_down"), 2 * VECTOR)
+    handed = hip_call.handed_over(named, facts, aligned)
+    return handed if handed is not None else warp_decode(named, facts, CHOSEN)
 
 
 def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
@@ -144,33 +112,8 @@ def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tenso
     return out
 
 
-ARGUMENTS = (
-    "x", "ids", "weights", "w_gate", "w_up", "w_down", "s_gate", "s_up", "s_down", "format", "activation", "beta",
-    "linear_beta", "first", "product_dtype", "compute_dtype", "hidden_dtype", "route_dtype", "combine_dtype",
-    "out_dtype",
-)  # fmt: skip
-"""the op's parameters, in order"""
-
-
 @cache
 def _functions(facts: Facts, ids: torch.dtype, layout: Layout, device: torch.device) -> Mapping[str, Any]:
     """The kernels for these sizes, compiled and loaded on `device`, the current one."""
-    return loaded(both_units(facts, ids, layout, load_target("auto").wave_size))
-
-
-def loaded(wanted: Sequence[HipUnit]) -> dict[str, Any]:
-    """Symbol -> function on the current device, each unit compiled for it."""
-    from k3rewrite.emit.compiler import Missing, defines_text, find_compiler
-    from k3rewrite.emit.launch import load_function
-    from k3rewrite.emit.source import unit_source
-
-    target, found = load_target("auto"), {}
-    for unit in wanted:
-        compiler = find_compiler(unit, target)
-        if isinstance(compiler, Missing):
-            raise EmitError(
-                compiler.reason, place=f"kernel {unit.symbol}", remedy="install the compiler, or bind Triton"
-            )
-        made = compiler.compile(unit, target, defines_text(unit) + unit_source(unit))
-        found[unit.symbol] = load_function(made.object, unit.symbol)
-    return found
+    units = both_units(facts, ids, layout, load_target("auto").wave_size)
+    return {unit.symbol: loaded_function(unit) for unit in units}

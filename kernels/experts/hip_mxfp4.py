@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.devices import device_facts
-from k3rewrite.kernels.experts import accept, launch
-from k3rewrite.kernels.experts.hip_kernel import ARGUMENTS, loaded
+from k3rewrite.kernels.devices import loaded_function
+from k3rewrite.kernels.experts import accept, hip_call
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
-from k3rewrite.ops.runs import hand_over
 from k3rewrite.targets import Target
 
 PATH = Path(__file__).parent / "hip" / "mxfp4_decode.hip"
@@ -65,10 +63,7 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
             return (
                 f"rows of {name} are not {step} apart, or a multiple of it (strides {tuple(arguments[name].stride())})"
             )
-    tokens = arguments["x"].shape[0]
-    if isinstance(tokens, int) and facts.schedule(target.arch, tokens).path != "routes":
-        return f"for few tokens; {tokens} meet at experts"
-    return None
+    return hip_call.too_many(arguments, target)
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
@@ -77,37 +72,18 @@ def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
 
 def both_units(facts: Facts, ids: torch.dtype, layout: Layout) -> list[HipUnit]:
     """The two launches of a layout."""
-    values = {
-        "INNER": facts.inner,
-        "WIDTH": facts.width,
-        "OUTER": facts.outer,
-        "TOP_K": facts.top_k,
-        "UNROLL": layout.unroll,
-        "IDS": "i64" if ids == torch.int64 else "i32",
-        "SITU": int(facts.activation == "situ"),
-        "LINEAR": int(facts.linear),
-        "PRODUCT_BF16": int(facts.product == torch.bfloat16),
-        "COMPUTE_BF16": int(facts.compute == torch.bfloat16),
-        "ROUTE_BF16": int(facts.route == torch.bfloat16),
-        "COMBINE_BF16": int(facts.combine == torch.bfloat16),
-        "DEPENDENT": 1,
-    }
-    defines = {f"MXFP4_{name}": str(value) for name, value in values.items()}
+    macros = hip_call.defines("MXFP4", facts, ids, UNROLL=layout.unroll)
     waves = {GATE_UP: layout.gate_up_waves, DOWN: layout.down_waves}
-    return [HipUnit(PATH, symbol, {**defines, "MXFP4_WAVES": str(count)}) for symbol, count in waves.items()]
+    return [HipUnit(PATH, symbol, {**macros, "MXFP4_WAVES": str(count)}) for symbol, count in waves.items()]
 
 
-def experts(x: Tensor, ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
+def experts(*arguments: Any, **options: Any) -> Tensor:
     """As `launch.experts`, which gets what these kernels do not take: more tokens, addresses at odd places."""
-    named = dict(zip(ARGUMENTS, (x, ids, *arguments), strict=False)) | options
-    arch, _ = device_facts(x.device)
+    named = hip_call.named_arguments(*arguments, **options)
     facts = Facts.of(named, nvidia=True)
     aligned = {"x": 16, "w_gate": 8, "w_up": 8, "w_down": 8, "s_gate": 2, "s_up": 2, "s_down": 2}
-    odd = any(named[name].data_ptr() % step for name, step in aligned.items()) or x.stride(1) != 1 or x.stride(0) % 8
-    if odd or not x.shape[0] or facts.schedule(arch, x.shape[0]).path != "routes":
-        hand_over("triton")
-        return launch.experts(**named)
-    return mxfp4_decode(named, facts, CHOSEN)
+    handed = hip_call.handed_over(named, facts, aligned)
+    return handed if handed is not None else mxfp4_decode(named, facts, CHOSEN)
 
 
 def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
@@ -142,4 +118,4 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
 @cache
 def _functions(facts: Facts, ids: torch.dtype, layout: Layout, device: torch.device) -> Mapping[str, Any]:
     """The kernels for these sizes, compiled and loaded on `device`, the current one."""
-    return loaded(both_units(facts, ids, layout))
+    return {unit.symbol: loaded_function(unit) for unit in both_units(facts, ids, layout)}

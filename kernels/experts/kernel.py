@@ -12,8 +12,8 @@ from torch import Tensor
 from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, launch
 from k3rewrite.kernels.experts.accept import accepts
 from k3rewrite.kernels.experts.op import OP
-from k3rewrite.kernels.experts.plan import LADDER, NAMES, PARAMETER, Facts, Step, plan
-from k3rewrite.kernels.experts.schedule import Schedule, schedules_of
+from k3rewrite.kernels.experts.plan import DOWN_WEIGHTS, NAMES, PARAMETER, WEIGHTS, Facts, Step, plan
+from k3rewrite.kernels.experts.schedule import LADDER, Schedule, schedules_of
 from k3rewrite.ops.kernel import Kernel, TritonUnit
 from k3rewrite.targets import Target
 
@@ -23,7 +23,10 @@ _SOURCES = (
     *(_FOLDER / name for name in ("plan.py", "schedule.py", "launch.py")),
     _FOLDER.parent / "triton_math.py",
 )
-_HIP_SOURCES = (_FOLDER / "hip_kernel.py", _FOLDER / "hip" / "activation.h", _FOLDER.parent / "portability.h")
+_HIP_SOURCES = (
+    *(_FOLDER / name for name in ("hip_call.py", "hip_kernel.py", "hip/activation.h")),
+    _FOLDER.parent / "portability.h",
+)
 _FLOOR_US = 6.0
 """two launches, the second overlapping the first; not measured yet"""
 _POINTERS = {
@@ -93,10 +96,7 @@ def _type_of(name: str, facts: Facts, arguments: Mapping[str, Any]) -> str:
 def _divisible(step: Step, facts: Facts, arguments: Mapping[str, Any]) -> frozenset[str]:
     """Parameters that may be taken for multiples of 16: addresses, and strides that are."""
     strides = {"x_stride": arguments["x"].stride(0)}
-    for prefix, weight, scale in (("", "w_gate", "s_gate"), ("d", "w_down", "s_down")):
-        names = (
-            ("w_expert", "w_row", "s_expert", "s_row") if not prefix else ("d_expert", "d_row", "sd_expert", "sd_row")
-        )
+    for names, weight, scale in ((WEIGHTS, "w_gate", "s_gate"), (DOWN_WEIGHTS, "w_down", "s_down")):
         stored, scales = arguments[weight], arguments[scale]
         values = (*stored.stride()[:2], *(scales.stride()[:2] if scales is not None else (0, 0)))
         strides |= dict(zip(names, values, strict=True))

@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 
-from k3rewrite.kernels.experts.schedule import Schedule, Tiles, power_of_two, schedule_for
+from k3rewrite.kernels.experts.schedule import LADDER, Schedule, Tiles, power_of_two, schedule_for
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1024
 """ids that a program of the sorted path looks at together"""
-LADDER = (128, 512, 1024)
-"""numbers of ids that programs of the `experts` path are compiled for: few, as each is a compilation"""
 _GATE_UP, _DOWN = ("w_gate", "w_up", "s_gate", "s_up"), ("w_down", "s_down")
-_WEIGHTS = ("w_expert", "w_row", "s_expert", "s_row")
-_DOWN_WEIGHTS = ("d_expert", "d_row", "sd_expert", "sd_row")
+WEIGHTS = ("w_expert", "w_row", "s_expert", "s_row")
+DOWN_WEIGHTS = ("d_expert", "d_row", "sd_expert", "sd_row")
 """names of what the down kernels call w_expert, w_row, s_expert and s_row: their matrix has strides of its own"""
-PARAMETER = dict(zip(_DOWN_WEIGHTS, _WEIGHTS, strict=True))
+PARAMETER = dict(zip(DOWN_WEIGHTS, WEIGHTS, strict=True))
 """argument name -> the name of the kernel's parameter, where they differ"""
 
 
@@ -100,14 +98,14 @@ def _routes(facts: Facts, schedule: Schedule, tokens: int) -> list[Step]:
     return [
         Step(
             kernels.gate_up_routes,
-            ("x", "ids", *_GATE_UP, "hidden", "x_stride", *_WEIGHTS, "first", "count", "beta", "linear_beta"),
+            ("x", "ids", *_GATE_UP, "hidden", "x_stride", *WEIGHTS, "first", "count", "beta", "linear_beta"),
             {**_gating(facts), "TOP_K": facts.top_k, **_tiles(up), "PDL": facts.nvidia},
             up.num_warps,
             (tokens * facts.top_k, _blocks(facts.width, up.rows)),
         ),
         Step(
             kernels.down_tokens,
-            ("hidden", "ids", "weights", *_DOWN, "out", *_DOWN_WEIGHTS, "first", "count"),
+            ("hidden", "ids", "weights", *_DOWN, "out", *DOWN_WEIGHTS, "first", "count"),
             {**_downing(facts), "TOP_K": facts.top_k, "COMBINE": NAMES[facts.combine], "ROUTE": NAMES[facts.route],
              "GROUP": down.group, **_tiles(down), "PDL": facts.nvidia},
             down.num_warps,
@@ -125,7 +123,7 @@ def _experts(facts: Facts, schedule: Schedule, tokens: int) -> list[Step]:
     return [
         Step(
             kernels.gate_up_experts,
-            ("x", "ids", *_GATE_UP, "hidden", "x_stride", *_WEIGHTS, "first", "routes", "beta", "linear_beta"),
+            ("x", "ids", *_GATE_UP, "hidden", "x_stride", *WEIGHTS, "first", "routes", "beta", "linear_beta"),
             {**_gating(facts), "TOP_K": facts.top_k, **looked_at, "TOKENS": up.tokens, **_tiles(up),
              "PDL": facts.nvidia},
             up.num_warps,
@@ -133,7 +131,7 @@ def _experts(facts: Facts, schedule: Schedule, tokens: int) -> list[Step]:
         ),
         Step(
             kernels.down_experts,
-            ("hidden", "ids", *_DOWN, "routed", *_DOWN_WEIGHTS, "first", "routes"),
+            ("hidden", "ids", *_DOWN, "routed", *DOWN_WEIGHTS, "first", "routes"),
             {**_downing(facts), **looked_at, "TOKENS": down.tokens, **_tiles(down), "PDL": facts.nvidia},
             down.num_warps,
             (facts.experts, _blocks(facts.outer, down.rows)),
@@ -163,14 +161,14 @@ def _sorted(facts: Facts, schedule: Schedule, tokens: int) -> list[Step]:
         ),
         Step(
             kernels.gate_up_sorted,
-            ("x", "order", "counts", *_GATE_UP, "hidden", "x_stride", *_WEIGHTS, "count", "beta", "linear_beta"),
+            ("x", "order", "counts", *_GATE_UP, "hidden", "x_stride", *WEIGHTS, "count", "beta", "linear_beta"),
             {**_gating(facts), "TOP_K": facts.top_k, **every, "TOKENS": up.tokens, **_tiles(up)},
             up.num_warps,
             (blocks(up), _blocks(facts.width, up.rows)),
         ),
         Step(
             kernels.down_sorted,
-            ("hidden", "order", "counts", *_DOWN, "routed", *_DOWN_WEIGHTS, "count"),
+            ("hidden", "order", "counts", *_DOWN, "routed", *DOWN_WEIGHTS, "count"),
             {**_downing(facts), **every, "TOKENS": down.tokens, **_tiles(down)},
             down.num_warps,
             (blocks(down), _blocks(facts.outer, down.rows)),

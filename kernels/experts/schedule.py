@@ -16,8 +16,10 @@ from typing import Literal
 
 Path = Literal["routes", "experts", "sorted"]
 MAX_TOP_K = 32
-MAX_EXPERTS = 16384
-"""the widest row of counts that one program of the sorted path holds"""
+MAX_EXPERTS = 4096
+"""the widest row of counts that one program of the sorted path holds without spilling, on every target"""
+LADDER = (128, 512, 1024)
+"""numbers of ids that programs of the `experts` path are compiled for: few, as each is a compilation"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Table:
     """The schedules of an architecture.
 
     `share_from`: routes over the experts that they can be expected to hit, under uniform routing, from which on sharing
-    a read pays. `sort_from`: routes from which on it costs less to sort ids than to look through all in every program.
+    a read pays. `sort_from`: routes from which on it costs less to sort ids than to look through all in every program;
+    no program looks through more than the last of `LADDER`.
     """
 
     routes: Schedule
@@ -60,8 +63,11 @@ class Table:
     many: Schedule
     """sorted, for `many_from` positions an expert and more"""
     share_from: float = 1.12
-    sort_from: int = 1025
+    sort_from: int = LADDER[-1] + 1
     many_from: int = 48
+
+    def __post_init__(self) -> None:
+        assert self.sort_from <= LADDER[-1] + 1, "more ids than any program of the experts' path is compiled for"
 
 
 # Not measured yet; the same in spirit for all, as wave size and registers differ less than the shapes do.

@@ -98,7 +98,7 @@ def _clamped(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -
 def _order_twice(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     flat = ids.flatten()
     order = flat.argsort(stable=True)
-    ends = torch.bincount(flat, minlength=E).cumsum(0).to(torch.int32)
+    ends = flat.new_zeros(E).scatter_add(0, flat, torch.ones_like(flat)).cumsum(0, dtype=torch.int32)
     hidden = _activate(F.grouped_mm(x[order // TOP], w13.transpose(1, 2), offs=ends))
     return _weighted(F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)[order], weights).to(x.dtype)
 

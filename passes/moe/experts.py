@@ -14,9 +14,9 @@ import torch
 
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.passes.moe.activation import gated_unit
-from k3rewrite.passes.moe.expression import Apply, Expression, Load, Product, Total, Value, walk
+from k3rewrite.passes.moe.expression import Apply, Expression, Load, Product, Total, Value, uncast, walk
 from k3rewrite.passes.moe.index import Position, Unreadable, position
-from k3rewrite.passes.moe.routes import Combination, Experts, places_of, read_route, uncast
+from k3rewrite.passes.moe.routes import Combination, Experts, places_of, read_route
 from k3rewrite.passes.moe.routing import constant
 from k3rewrite.passes.moe.shares import share_of
 from k3rewrite.passes.moe.weights import NotExperts

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_size
 from k3rewrite.passes.moe.index import (
     OWN,
@@ -179,6 +180,22 @@ def inner_axes(axes: tuple[Axis, ...], where: Mapping[Axis, Index]) -> tuple[Axi
     return axes
 
 
+def uncast(value: Expression) -> tuple[Expression, list[torch.dtype]]:
+    """What is inside of the casts around a value, and the dtypes that they cast to, in order."""
+    casts: list[torch.dtype] = []
+    while isinstance(value, Rounded):
+        casts.append(value.dtype)
+        value = value.of
+    return value, casts[::-1]
+
+
+def unwidened(value: Expression) -> Expression:
+    """What is inside of the casts around a value that lose nothing."""
+    while isinstance(value, Rounded) and widens(value.of.dtype, value.dtype):
+        value = value.of
+    return value
+
+
 def walk(expression: Expression) -> Iterator[Expression]:
     """The expression and everything in it."""
     yield expression
@@ -216,7 +233,7 @@ def as_index(element: Expression) -> Index:
         return Element(element.node, element.index)
     if isinstance(element, Rounded) and keeps_integers(element.dtype):
         return as_index(element.of)
-    one_hot = _without_casts(element.of) if isinstance(element, Total) else None
+    one_hot = uncast(element.of)[0] if isinstance(element, Total) else None
     if isinstance(element, Total) and isinstance(one_hot, Chosen) and keeps_integers(element.dtype):
         return Count(Flat(element.axes, one_hot.id), one_hot.at)
     raise Unreadable("an index that is computed in another way")
@@ -229,9 +246,3 @@ def keeps_integers(dtype: torch.dtype) -> bool:
 
 def dimension(argument: int, rank: int) -> int:
     return argument % rank if rank else 0
-
-
-def _without_casts(element: Expression) -> Expression:
-    while isinstance(element, Rounded):
-        element = element.of
-    return element

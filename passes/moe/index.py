@@ -268,6 +268,17 @@ def substituted(index: tuple[Index, ...], where: Mapping[Axis, Index]) -> tuple[
     return tuple(i.substitute(where) for i in index)
 
 
+def axes_of(index: Index) -> set[Axis]:
+    """The axes with which an index changes."""
+    if isinstance(index, Position):
+        return {axis for axis, _ in index.terms}
+    if isinstance(index, Element):
+        return {axis for inner in index.index for axis in axes_of(inner)}
+    if isinstance(index, (Quotient, Order, Inverse)):
+        return axes_of(index.of if isinstance(index, Quotient) else index.at)
+    return set()
+
+
 def divided(of: Index, by: Size, remainder: bool) -> Index:
     """of // by or of % by, simplified where the terms divide or stay below `by`."""
     if same_size(by, 1):

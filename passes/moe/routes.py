@@ -15,8 +15,20 @@ import torch
 
 from k3rewrite.graph.dtypes import widens
 from k3rewrite.passes.moe.activation import Gated, gated_unit
-from k3rewrite.passes.moe.expression import Apply, Chosen, Expression, Load, Product, Rounded, Value, walk
-from k3rewrite.passes.moe.index import Axis, Element, Index, Inverse, Order, Position, Quotient, Rank, Size, Sorted
+from k3rewrite.passes.moe.expression import Apply, Chosen, Expression, Load, Product, Value, uncast, unwidened, walk
+from k3rewrite.passes.moe.index import (
+    Axis,
+    Element,
+    Index,
+    Inverse,
+    Order,
+    Position,
+    Quotient,
+    Rank,
+    Size,
+    Sorted,
+    axes_of,
+)
 from k3rewrite.passes.moe.weights import NotExperts, Weight, weight_of
 
 Dims = tuple[tuple[Axis, ...], ...]
@@ -77,7 +89,7 @@ def read_route(value: Value, combination: Combination, out: torch.dtype) -> Expe
     down = _product_in(down, route)
     route_dtype = _one_rounding([down.dtype, *casts], combination.combine, route)
     hidden, w_down = _factors(down, columns)
-    hidden = _without_widening(hidden)
+    hidden = unwidened(hidden)
     activated, narrow = uncast(hidden)
     gated = gated_unit(activated)
     hidden_dtype = _one_rounding([activated.dtype, *narrow], None, hidden)
@@ -134,7 +146,7 @@ def _half(
         raise NotExperts("a half of the gated unit is not a product with weights", value.node)
     dtype = _one_rounding([product.dtype, *casts], gated.dtype, value)
     other, weight = _factors(product, inner)
-    x = _without_widening(other)
+    x = unwidened(other)
     bare, _ = uncast(x)
     if not isinstance(bare, Load):
         raise NotExperts("the input of the experts is computed inside", other.node)
@@ -172,8 +184,7 @@ def _check_places(what: str, index: Sequence[Index], axes: set[Axis], down: Prod
         if _unresolved(at):
             raise NotExperts(_out_of_order(at), down.node)
     if what == "ids":
-        used = {axis for at in index for axis in _axes_in(at)}
-        if not used <= axes:
+        if not {axis for at in index for axis in axes_of(at)} <= axes:
             raise NotExperts("the ids are not those of the tokens and slots of the result", down.node)
 
 
@@ -198,32 +209,9 @@ def _out_of_order(index: Index) -> str:
     )
 
 
-def _axes_in(index: Index) -> list[Axis]:
-    if isinstance(index, Position):
-        return [axis for axis, _ in index.terms]
-    if isinstance(index, Element):
-        return [axis for i in index.index for axis in _axes_in(i)]
-    return _axes_in(index.of) if isinstance(index, Quotient) else []
-
-
 def _indices(value: Expression) -> tuple[Index, ...]:
     bare, _ = uncast(value)
     return bare.index if isinstance(bare, Load) else ()
-
-
-def uncast(value: Expression) -> tuple[Expression, list[torch.dtype]]:
-    """What is inside of the casts around a value, and the dtypes that they cast to, in order."""
-    casts: list[torch.dtype] = []
-    while isinstance(value, Rounded):
-        casts.append(value.dtype)
-        value = value.of
-    return value, casts[::-1]
-
-
-def _without_widening(value: Expression) -> Expression:
-    while isinstance(value, Rounded) and widens(value.of.dtype, value.dtype):
-        value = value.of
-    return value
 
 
 def _one_rounding(dtypes: list[torch.dtype], used_in: torch.dtype | None, where: Expression) -> torch.dtype:

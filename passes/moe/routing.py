@@ -1,7 +1,7 @@
 """The integer side of a mixture: orders, counts, offsets and groups, in the spellings that models use.
 
 order    = flat.argsort()                          inverse  = order.argsort(), or order scattered over 0, 1, 2, ...
-counts   = scatter_add of ones | bincount | histc | a sum of one-hot rows
+counts   = scatter_add of ones | histc | a sum of one-hot rows
 offsets  = counts.cumsum(0) | searchsorted(sorted ids, 0 .. E - 1, right=True)
 group    = searchsorted(offsets, 0 .. R - 1, right=True)
 """
@@ -178,9 +178,10 @@ def counts_scattered(reader: Reader, node: Node, arguments: Arguments) -> Value 
 
 
 def _bincount(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
-    if arguments["weights"] is not None:
-        return None
-    return _counted(node, flat_of(reader, arguments["self"]))
+    raise Unreadable(
+        "a bincount is as long as its largest number asks for, minlength or not: count with scatter_add or histc",
+        telling=True,
+    )
 
 
 def _histc(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
@@ -221,7 +222,9 @@ def _searchsorted(reader: Reader, node: Node, arguments: Arguments) -> Value | N
         return integer(node, dims, End(first.of, flattened(dims[0])))
     whole = same_size(node.meta["val"].shape[0], first.of.rows) if isinstance(first, End) else False
     if isinstance(first, End) and _is_row(first.at, row[0]) and whole:
-        reader.counted[node] = (sequence.meta["val"].shape[0], 1)  # the last group has no end to be looked for
+        kept = sequence.meta["val"].shape[0]
+        if not (first.present and same_size(kept, first.of.rows)):  # no more experts are hit than there are rows
+            reader.counted[node] = (kept, 1)  # the last group has no end to be looked for
         return integer(node, dims, _group(first, flattened(dims[0])))
     return None
 

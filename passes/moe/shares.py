@@ -17,7 +17,7 @@ from torch.fx import Node
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe import routing
-from k3rewrite.passes.moe.expression import Apply, Chosen, Expression, Load, Rounded, Total, Value, as_index
+from k3rewrite.passes.moe.expression import Apply, Chosen, Expression, Load, Rounded, Total, Value, as_index, uncast
 from k3rewrite.passes.moe.index import (
     Axis,
     Element,
@@ -27,6 +27,7 @@ from k3rewrite.passes.moe.index import (
     Position,
     Quotient,
     Unreadable,
+    axes_of,
     flattened,
     position,
     quotient_of,
@@ -109,7 +110,7 @@ def _are_distinct(ids: Element, slots: set[Axis]) -> bool:
     if not isinstance(source, Node) or source.target not in (aten.topk.default, torch.ops.k3.route.default):
         return False
     over = bound_arguments(source).get("dim", -1) % len(ids.index)
-    return over == last and not any(slots & _axes(at) for at in ids.index[:last])
+    return over == last and not any(slots & axes_of(at) for at in ids.index[:last])
 
 
 def _index_add(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
@@ -137,7 +138,7 @@ def _accumulated(reader: Reader, node: Node, base: Node, index: Node, source: No
     places = reader.value(index)
     place = as_index(places.element)
     columns = [axis for dim in places.dims[1:] for axis in dim]
-    if any(axis in _axes(place) for axis in columns):
+    if any(axis in axes_of(place) for axis in columns):
         raise Unreadable("a sum at places that differ from column to column")
     total = node.meta["val"].shape[0]
     if (
@@ -171,16 +172,6 @@ def _order_in(index: Index) -> Order | None:
     return index if isinstance(index, Order) else None
 
 
-def _axes(index: Index) -> set[Axis]:
-    if isinstance(index, Position):
-        return {axis for axis, _ in index.terms}
-    if isinstance(index, Quotient):
-        return _axes(index.of)
-    if isinstance(index, (Order, Inverse)):
-        return _axes(index.at)
-    return {axis for inner in index.index for axis in _axes(inner)} if isinstance(index, Element) else set()
-
-
 def share_of(value: Expression) -> tuple[Chosen, Expression, tuple[Axis, ...]] | None:
     """(which id against which expert, the weight of a slot, the axes of the slots) of the sum of the weights with which
     a token goes to an expert; None for another value. Casts around the sum are put around the weight."""
@@ -196,23 +187,17 @@ def share_of(value: Expression) -> tuple[Chosen, Expression, tuple[Axis, ...]] |
     if value.name == "where" and len(args) == 3 and isinstance(args[1], Expression) and _is_zero(args[2]):
         mask, weight = args[0], args[1]
     elif value.name == "mul" and len(args) == 2 and all(isinstance(a, Expression) for a in args):
-        mask, weight = args if isinstance(_bare(args[0]), Chosen) else args[::-1]
+        mask, weight = args if isinstance(uncast(args[0])[0], Chosen) else args[::-1]
     else:
         return None
-    chosen = _bare(mask)
-    if not isinstance(chosen, Chosen) or isinstance(_bare(weight), (Chosen, Apply, Total)):
+    chosen, _ = uncast(mask)
+    if not isinstance(chosen, Chosen) or isinstance(uncast(weight)[0], (Chosen, Apply, Total)):
         return None
     return chosen, weight, axes
 
 
-def _bare(value: Any) -> Any:
-    while isinstance(value, Rounded):
-        value = value.of
-    return value
-
-
 def _is_zero(value: Any) -> bool:
-    value = _bare(value)
+    value, _ = uncast(value)
     return routing.constant(value.node if isinstance(value, Load) else value) == 0
 
 

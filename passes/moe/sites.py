@@ -10,11 +10,10 @@ from torch.fx import Node
 
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe.experts import Experts, experts_of
-from k3rewrite.passes.moe.expression import Apply, Product
+from k3rewrite.passes.moe.expression import Apply, Product, uncast
 from k3rewrite.passes.moe.index import Axis, Unreadable
 from k3rewrite.passes.moe.neighbourhood import is_separate_expert, roots_of
 from k3rewrite.passes.moe.reader import Reader
-from k3rewrite.passes.moe.routes import uncast
 from k3rewrite.passes.moe.routing import is_constant
 from k3rewrite.passes.moe.signs import may_be_negative
 from k3rewrite.passes.moe.tables import check_tables

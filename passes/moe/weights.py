@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_size
-from k3rewrite.passes.moe.expression import Apply, Expression, Load, Rounded
+from k3rewrite.kernels.experts.formats import GROUP
+from k3rewrite.passes.moe.expression import Apply, Expression, Load, unwidened
 from k3rewrite.passes.moe.index import (
     Axis,
     Element,
@@ -27,9 +27,6 @@ from k3rewrite.passes.moe.index import (
     product_of,
 )
 from k3rewrite.patterns import Builder
-
-GROUP = 32
-"""columns of a scale in the MX formats"""
 
 
 class NotExperts(Exception):
@@ -116,8 +113,7 @@ def weight_of(factor: Expression, rows: tuple[Axis, ...], columns: tuple[Axis, .
 
     Raises NotExperts if it is none.
     """
-    while isinstance(factor, Rounded) and widens(factor.of.dtype, factor.dtype):
-        factor = factor.of
+    factor = unwidened(factor)
     if isinstance(factor, Load):
         return Weight("dense", _stored(factor.node, factor.index, flattened(rows), flattened(columns),
                                        product_of(rows), product_of(columns)))  # fmt: skip
@@ -176,7 +172,7 @@ def _mxfp4(factor: Apply, rows: tuple[Axis, ...], columns: tuple[Axis, ...]) -> 
         raise NotExperts("the two values of a byte do not lie in neighbouring columns", factor.node)
     count = product_of(columns)
     if isinstance(half, Quotient) or isinstance(group, Quotient) or not isinstance(count, int) or count % GROUP:
-        raise NotExperts("the columns of the experts' weights are no whole groups of 32", factor.node)
+        raise NotExperts(f"the columns of the experts' weights are no whole groups of {GROUP}", factor.node)
     values = _stored(packed.node, packed.index, flattened(rows), half, product_of(rows), count // 2)
     factors = _stored(scale.node, scale.index, flattened(rows), group, product_of(rows), count // GROUP)
     if values.expert.key() != factors.expert.key():

@@ -2,10 +2,11 @@
 
     compilation_key(pipeline, target, ops, kernels, rank=0, world=8, names={"mode": 1}, native=True)  ->  "3f0c..."
 
-Two compilations of one graph with one key are interchangeable. The key changes with the pipeline's settings, the values
-of the names that its conditions use, the target's figures and whether it is the GPU of this machine, the rank and the
-number of ranks (constants of a shard depend on them), the text of every op, every kernel, every pass and the core, the
-versions of Python, torch, triton and this package, and the build of torch.
+Two compilations of one graph with one key are interchangeable. Small constants that passes look at, such as lookup
+tables of a number format, are part of the graph. The key changes with the pipeline's settings, the values of the names
+that its conditions use, the target's figures and whether it is the GPU of this machine, the rank and the number of
+ranks (constants of a shard depend on them), the text of every op, every kernel, every pass and the core, the versions
+of Python, torch, triton and this package, and the build of torch.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _try(
         if isinstance(rewrite, Refusal):
             return rewrite
         refusal = _contract(rewrite) or _reads(graph, rewrite, before, writers) or _aliases(graph, rewrite, writers)
-        if refusal:
+        if refusal := refusal or rule.accept(match, rewrite.new):
             return replace(refusal, built=True)
         if verify is not None and (wrong := verify(rewrite)) is not None:
             raise VerificationError(

@@ -47,7 +47,7 @@ class Policy(str, Enum):
 @dataclass(frozen=True)
 class Refusal:
     """Why a match is not rewritten; `node` is the place that decides it, `built` says that the replacement was there
-    and was turned down (contract, storage, verification)."""
+    and was turned down (contract, storage, `Rule.accept`)."""
 
     reason: str
     node: Node | None = None
@@ -168,6 +168,11 @@ class Rule(ABC):
     @abstractmethod
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         """New nodes by name: "root" and every name in `exposed`."""
+
+    def accept(self, match: Match, new: Mapping[str, Node]) -> Refusal | None:
+        """A last condition, on the nodes that `build` has made: None, or why they are taken away again. The site then
+        counts as refused and not as missed, because it was recognised."""
+        return None
 
     @abstractmethod
     def examples(self) -> Sequence[Example]:

@@ -14,10 +14,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch.fx import GraphModule
 
+from k3rewrite.graph.cost import node_value
 from k3rewrite.ops.kernel import Kernel
 from k3rewrite.ops.vocabulary import Op
 from k3rewrite.patterns.rewrite import SiteCheck, apply_rule
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
     from k3rewrite.targets import Target
 
 Level = Literal["dynamo", "aten"]
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The kernels that take a call, each with its estimate in microseconds, and the objections of all others."""
+
+    taking: tuple[tuple[Kernel, float], ...]
+    objections: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,20 @@ class PassContext:
     """the GPU of this machine is the target, so bound kernels can run"""
     ranks: tuple[int, int] = (0, 1)
     """rank compiled for and number of ranks"""
+
+    def offers(self, op_name: str, arguments: Mapping[str, Any]) -> Offers:
+        """Which kernels take a call of `k3::<op_name>` on the target. `arguments`, by name, may hold nodes."""
+        kernels = [kernel for kernel in self.kernels if kernel.op == op_name]
+        if not kernels:
+            return Offers((), (f"no kernel of k3::{op_name} in this project",))
+        if not self.target.is_gpu:
+            return Offers((), (f"target {self.target.name} runs the reference",))
+        values = {name: node_value(value) for name, value in arguments.items()}
+        told = [(kernel, kernel.accepts(values, self.target)) for kernel in kernels]
+        return Offers(
+            tuple((kernel, kernel.cost_us(values, self.target)) for kernel, objection in told if objection is None),
+            tuple(f"{kernel.name}: {objection}" for kernel, objection in told if objection is not None),
+        )
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,9 @@ class Miss:
 class PassReport:
     """What one pass did. Byte counts are bytes read and written in device memory by one execution of the graph.
 
-    `missed` are candidates whose pattern or guard failed, `refused` those whose rewrite would have broken the contract
-    or whose nodes another site had claimed. `expect_ok` is None without an expectation. `skipped` holds the reason if
-    the pass did not run (its `when` was false), else "".
+    `missed` are candidates whose pattern or guard failed. `refused` are those that were recognised: their rewrite would
+    have broken the contract, no kernel takes it, or another site had claimed their nodes. `expect_ok` is None without
+    an expectation. `skipped` holds the reason if the pass did not run (its `when` was false), else "".
     """
 
     name: str

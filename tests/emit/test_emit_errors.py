@@ -101,7 +101,8 @@ def test_more_lds_than_there_is(tmp_path: Path, unit: Unit, target: str) -> None
 
 @pytest.mark.parametrize("stem", ["", "a/b", "../up", "1st", "a.b"])
 def test_stems_that_are_no_names(tmp_path: Path, stem: str) -> None:
-    refused(row_sum_unit(), "mi355x", tmp_path, stem)
+    error = refused(row_sum_unit(), "mi355x", tmp_path, stem)
+    assert error.message == f"'{stem}' cannot begin a file name"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

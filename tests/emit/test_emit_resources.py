@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 from importlib import resources
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from k3rewrite.emit import EmittedKernel, Provenance, emit_unit, read_resources
 from k3rewrite.emit.compiler import Missing, find_compiler
+from k3rewrite.emit.resources import Resources
 from k3rewrite.errors import EmitError, UnsupportedError
 from k3rewrite.ops.kernel import HipUnit, Unit
 from k3rewrite.targets import load_target
@@ -80,10 +80,12 @@ def test_the_right_kernel_of_several(tmp_path: Path) -> None:
         read_resources(content, target, "xor_99")
 
 
-def readable(content: bytes, target: str, symbol: str) -> None:
-    """Figures or an EmitError, never another exception."""
-    with contextlib.suppress(EmitError):
-        read_resources(content, load_target(target), symbol)
+def outcome(content: bytes, target: str, symbol: str) -> Resources | EmitError:
+    """Figures, or the error that was raised in their place."""
+    try:
+        return read_resources(content, load_target(target), symbol)
+    except EmitError as error:
+        return error
 
 
 @pytest.mark.parametrize("target", ["mi355x", "h200"])
@@ -125,7 +127,11 @@ def test_a_changed_object_is_an_error_at_worst(objects: Objects, target: str, at
     content = bytearray(objects[target])
     start = int(len(content) * at)
     content[start : start + len(value)] = value
-    readable(bytes(content), target, "row_sum")
+    found = outcome(bytes(content), target, "row_sum")
+    if isinstance(found, EmitError):
+        assert found.message and found.remedy
+    else:
+        assert all(figure >= 0 for figure in vars(found).values() if isinstance(figure, int))
 
 
 def test_a_kernel_without_a_workgroup_size(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ thing wrong is not, for the right reason."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +23,11 @@ from moe_spellings import (
     example_inputs,
     gathered,
     grouped,
-    loop,
     masked,
     silu,
     stacked,
 )
-from small_graphs import reasons, rewritten
+from small_graphs import reasons, rewritten, targets
 from spelling_checks import assert_lifted, graph_of, random_tensors
 from torch import Tensor
 
@@ -138,7 +136,9 @@ def test_every_way_to_count_and_to_go_back(offsets: str, inverse: str, dtype: to
     def function(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         return grouped(x, ids, weights, w13, w2, silu, offsets=OFFSETS[offsets], inverse=INVERSES[inverse])
 
-    _lifted(function, example_inputs(dtype))
+    module, node = _lifted(function, example_inputs(dtype))
+    assert list(node.args[1:3]) == module.graph.find_nodes(op="placeholder")[1:3], "ids and weights as they came"
+    assert not {"sort", "argsort", "cumsum", "scatter_add"} & set(targets(module))
 
 
 @pytest.mark.parametrize("spelling", [grouped, gathered, stacked, masked])
@@ -237,9 +237,18 @@ def test_gate_and_up_may_be_apart_interleaved_or_stored_the_other_way_round() ->
         hidden = silu(torch.bmm(x.repeat_interleave(2, 0).unsqueeze(1), w13[ids.flatten()]))
         return (torch.bmm(hidden, w2[ids.flatten()]).view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
-    _lifted(apart, (x, ids, weights, w13[:, :WIDTH].contiguous(), w13[:, WIDTH:].contiguous(), w2))
-    _lifted(interleaved, (x, ids, weights, w13, w2))
-    _lifted(transposed, (x, ids, weights, w13.mT.contiguous(), w2.mT.contiguous()))
+    for function, inputs, views in (
+        (apart, (x, ids, weights, w13[:, :WIDTH].contiguous(), w13[:, WIDTH:].contiguous(), w2), []),
+        (interleaved, (x, ids, weights, w13, w2), ["slice", "slice"]),
+        (
+            transposed,
+            (x, ids, weights, w13.mT.contiguous(), w2.mT.contiguous()),
+            ["slice", "permute", "slice", "permute", "permute"],
+        ),
+    ):
+        module, _ = _lifted(function, inputs)
+        assert targets(module)[:-1] == views, "the stored weights, seen as the op wants them"
+        torch.testing.assert_close(module(*inputs)[0], function(*inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_counts_that_the_model_returns_as_well_are_kept() -> None:
@@ -250,8 +259,3 @@ def test_counts_that_the_model_returns_as_well_are_kept() -> None:
 
     leaves = (*LEAVES, "scatter_add", "new_zeros", "ones_like")
     assert_lifted(function, example_inputs(B), [LiftMoe()], leaves=leaves)
-
-
-def test_every_spelling_of_this_file_is_used() -> None:
-    assert {grouped, gathered, masked, stacked, loop} <= set(SPELLINGS.values())
-    assert all(inspect.isfunction(f) for f in SPELLINGS.values())

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moe_spellings import INVERSES, OFFSETS, WIDTH, E, N, example_inputs, grouped, silu
-from small_graphs import targets
+from small_graphs import reasons, rewritten, targets
 from spelling_checks import assert_lifted, assert_not_lifted
 from torch import Tensor
 
+from k3rewrite.capture import capture
 from k3rewrite.passes.lift_moe import LiftMoe
 
 
@@ -121,6 +122,15 @@ def test_what_is_nearly_a_mixture_is_left_alone_for_the_right_reason(how: str) -
     dtype = torch.bfloat16 if any(word in how for word in ("order", "offsets", "counts")) else torch.float32
     found = assert_not_lifted(function, example_inputs(dtype), LiftMoe())
     assert any(part in reason for reason in found for part in expected.split("|")), found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_counts_whose_length_depends_on_the_data_are_no_offsets(dtype: torch.dtype) -> None:
+    """A bincount is a tensor of unknown length, with minlength too, and that length is checked in the graph."""
+    function = _sorted_with(offsets=lambda flat: flat.bincount(minlength=E).cumsum(0).int())
+    report = rewritten(LiftMoe(), capture(function, example_inputs(dtype)).module)
+    assert (report.candidates, report.matched) == (1, 0)
+    assert "count with scatter_add or histc" in reasons(report)[0]
 
 
 def test_a_loop_over_separate_parameters_is_left_alone_because_they_would_be_copied() -> None:
