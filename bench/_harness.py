@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -235,5 +236,14 @@ def only_warning(what: str) -> Iterator[None]:
     are missing."""
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        OSError,
+        AssertionError,
+        TritonError,
+    ) as error:
         print(f"{what} could not be measured: {type(error).__name__}: {str(error)[:300]}", flush=True)

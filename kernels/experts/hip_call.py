@@ -7,19 +7,27 @@ tensors lie is known when a call is made, so a call that is not theirs is handed
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.devices import device_facts
 from k3rewrite.kernels.experts import launch
 from k3rewrite.kernels.experts.op import OP
 from k3rewrite.kernels.experts.plan import Facts
+from k3rewrite.kernels.experts.schedule import expected_hits
 from k3rewrite.ops.runs import hand_over
 from k3rewrite.targets import Target
 
+_ROWS_TOGETHER = 8
+"""rows of a matrix that a workgroup reads"""
+_FAR = 1.12
+"""routes an expert up to which a second read may come from memory again"""
+_IN_FLIGHT = 800
+"""workgroups of gate/up that run together, about"""
 _NAMES = tuple(inspect.signature(OP.reference).parameters)
 
 
@@ -28,26 +36,51 @@ def named_arguments(*arguments: Any, **options: Any) -> dict[str, Any]:
     return dict(zip(_NAMES, arguments, strict=False)) | options
 
 
-def too_many(arguments: Mapping[str, Any], target: Target) -> str | None:
-    """The objection to a number of tokens that is known and for which the table has another path."""
-    tokens = arguments["x"].shape[0]
-    facts = Facts.of(arguments, target.vendor == "nvidia")
-    if isinstance(tokens, int) and facts.schedule(target.arch, tokens).path != "routes":
-        return f"for few tokens; {tokens} meet at experts"
-    return None
+@dataclass(frozen=True)
+class Few:
+    """How many tokens are few: a workgroup reads for one route, so an expert that several name is read again for each.
+
+    The second read finds the rows in the L2, as all routes read the same rows at about the same time. It costs time
+    all the same from `share_from` routes an expert on, counted over the experts that can be expected to be hit; and it
+    comes from memory if more than `near_bytes` lie between the two, the rows that one workgroup of each route reads.
+    """
+
+    share_from: float
+    near_bytes: float = math.inf
+
+    def takes(self, facts: Facts, tokens: int) -> bool:
+        routes = tokens * facts.top_k
+        hits = expected_hits(routes, facts.experts)
+        far = routes * 2 * _ROWS_TOGETHER * 2 * facts.inner > self.near_bytes
+        return routes <= hits * (min(self.share_from, _FAR) if far else self.share_from)
+
+    def objection(self, arguments: Mapping[str, Any], target: Target) -> str | None:
+        """To a number of tokens that is known when a graph is compiled."""
+        tokens = arguments["x"].shape[0]
+        facts = Facts.of(arguments, target.vendor == "nvidia")
+        if isinstance(tokens, int) and not self.takes(facts, tokens):
+            return f"for few tokens; {tokens} meet at experts"
+        return None
 
 
-def handed_over(named: Mapping[str, Any], facts: Facts, aligned: Mapping[str, int]) -> Tensor | None:
+def handed_over(named: Mapping[str, Any], facts: Facts, few: Few, aligned: Mapping[str, int]) -> Tensor | None:
     """The result of the Triton kernels for a call that is not for these ones, else None. `aligned`: the bytes of which
     the address of a tensor must be a multiple."""
     x: Tensor = named["x"]
     odd = any(named[name].data_ptr() % step for name, step in aligned.items())
     odd |= x.stride(1) != 1 or x.stride(0) * x.element_size() % aligned["x"] != 0
-    arch, _ = device_facts(x.device)
-    if not odd and x.shape[0] and facts.schedule(arch, x.shape[0]).path == "routes":
+    if not odd and x.shape[0] and few.takes(facts, x.shape[0]):
         return None
     hand_over("triton")
     return launch.experts(**named)
+
+
+def ahead(total: int, row_bytes: int, routes: int, blocks: int) -> tuple[int, int]:
+    """For about `total` bytes of rows of the down matrices to be fetched ahead: (block of gate/up from which on, rows
+    that each workgroup fetches). `blocks` workgroups a route, the last ones of which end last."""
+    last = min(blocks, -(-_IN_FLIGHT // max(1, routes)))
+    rows = total // (row_bytes * max(1, routes) * last)
+    return (blocks - last, rows) if rows else (blocks, 0)
 
 
 def defines(prefix: str, facts: Facts, ids: torch.dtype, **values: int) -> dict[str, str]:

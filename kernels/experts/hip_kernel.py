@@ -1,14 +1,15 @@
 """The HIP C++ kernels (`hip/warp_decode.hip`): bf16, few tokens, compiled for each shape.
 
 The published form of warp decode is one layout of them (`PUBLISHED`): 8 waves a workgroup, a wave an output, a
-butterfly over the lanes, no shared memory and no barrier. Other layouts give a wave more loads in flight. More tokens
-than the routes' path takes, and what cannot be read 16 bytes at a time, is handed to the Triton kernels.
+butterfly over the lanes, no shared memory and no barrier. Other layouts give a wave more loads in flight and let the
+two kernels overlap: down reads its first weights while gate/up still runs. More tokens than the routes' path takes, and
+what cannot be read 16 bytes at a time, is handed to the Triton kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from k3rewrite.graph.shapes import same_size
 from k3rewrite.kernels.devices import loaded_function
 from k3rewrite.kernels.experts import accept, hip_call
 from k3rewrite.kernels.experts.plan import Facts
+from k3rewrite.kernels.experts.schedule import step_of
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets import Target, load_target
 
@@ -31,17 +33,49 @@ VECTOR = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Waves of a workgroup, outputs of a wave, experts and vectors whose loads are in flight together."""
+    """Waves of a workgroup and outputs of a wave, of each kernel, and what is in flight together."""
 
-    waves: int = 8
-    rows: int = 1
-    group: int = 1
+    gate_up_waves: int = 8
+    gate_up_rows: int = 1
     unroll: int = 1
+    """vectors of x and of each row of weights that a lane of gate/up has in flight together"""
+    down_waves: int = 8
+    down_rows: int = 1
+    group: int = 1
+    """rounds of experts of which a wave of down has loads in flight together"""
+    side_by_side: bool = False
+    """a wave of down reads several experts in one round where a row does not fill its lanes evenly"""
+    gate_up_dependent: bool = False
+    down_dependent: bool = False
+    """NVIDIA: the kernel is launched before the one before it ends"""
+    ahead_bytes: int = 0
+    """NVIDIA: bytes of the down matrices that gate/up has the L2 fetch at its end"""
+
+    def lanes(self, width: int, wave_size: int) -> int:
+        """Lanes that read one expert's row together."""
+        even = step_of(width // VECTOR)
+        return min(wave_size, even) if self.side_by_side and even >= _FEWEST_LANES else wave_size
 
 
 PUBLISHED = Layout()
-CHOSEN = Layout(rows=1, group=4, unroll=2)
-"""not measured yet"""
+CHOSEN = Layout(unroll=2, down_waves=4, group=2, side_by_side=True, gate_up_dependent=True, down_dependent=True)
+FEW_OUTPUTS = replace(CHOSEN, group=8)
+"""for results so few that the waves of down are all there at once, with the loads of eight rounds in flight: 93 % of
+the fastest read instead of 84 % at one token of 128 experts of 768 x 2048 on an H200; at 3584 outputs it loses"""
+_RESIDENT = 16 * 132
+"""waves of `FEW_OUTPUTS` that an H200 holds"""
+_FEWEST_LANES = 8
+"""128 contiguous bytes: a row read by fewer lanes costs more transactions than idle lanes do"""
+
+
+FEW = hip_call.Few(share_from=1.43, near_bytes=44e6)
+"""One H200: as fast as shared reads at 12 to 13 tokens of 8 of 128 experts of 768 x 2048, and at 24 tokens of 16 of 896
+experts of 384 x 3584, where 44 MB lie between two reads of its 60 MB L2."""
+
+
+def layout_for(facts: Facts, tokens: int) -> Layout:
+    """The layout for a number of tokens."""
+    return FEW_OUTPUTS if facts.nvidia and tokens * facts.outer <= _RESIDENT else CHOSEN
 
 
 def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
@@ -58,19 +92,32 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
         steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if not same_size(n, 1)][:-1]
         if any(not isinstance(step, int) or step % VECTOR for step in (*steps, tensor.storage_offset())):
             return f"rows of {name} do not begin at multiples of 16 bytes (strides {tuple(tensor.stride())})"
-    return hip_call.too_many(arguments, target)
+    return FEW.objection(arguments, target)
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
     facts = Facts.of(arguments, target.vendor == "nvidia")
-    return both_units(facts, arguments["ids"].dtype, CHOSEN, target.wave_size)
+    ids, tokens = arguments["ids"].dtype, arguments["x"].shape[0]
+    layouts = [layout_for(facts, tokens)] if isinstance(tokens, int) else [layout_for(facts, 1), CHOSEN]
+    made = [unit for layout in layouts for unit in both_units(facts, ids, layout, target.wave_size)]
+    return [unit for index, unit in enumerate(made) if unit not in made[:index]]
 
 
 def both_units(facts: Facts, ids: torch.dtype, layout: Layout, wave_size: int) -> list[HipUnit]:
     """The two launches of a layout."""
-    own = {"THREADS": layout.waves * wave_size, "ROWS": layout.rows, "GROUP": layout.group, "UNROLL": layout.unroll}
+    lanes = layout.lanes(facts.width, wave_size)
+    own = {"LANES": lanes, "GROUP": layout.group, "UNROLL": layout.unroll}
+    own["DEPENDENT"] = int((layout.gate_up_dependent or layout.down_dependent) and facts.nvidia)
     macros = hip_call.defines("WARP_DECODE", facts, ids, **own)
-    return [HipUnit(PATH, symbol, macros) for symbol in (GATE_UP, DOWN)]
+    sizes = {GATE_UP: (layout.gate_up_waves, layout.gate_up_rows), DOWN: (layout.down_waves, layout.down_rows)}
+    return [
+        HipUnit(
+            PATH,
+            symbol,
+            {**macros, "WARP_DECODE_THREADS": str(waves * wave_size), "WARP_DECODE_ROWS": str(rows)},
+        )
+        for symbol, (waves, rows) in sizes.items()
+    ]
 
 
 def experts(*arguments: Any, **options: Any) -> Tensor:
@@ -78,8 +125,8 @@ def experts(*arguments: Any, **options: Any) -> Tensor:
     named = hip_call.named_arguments(*arguments, **options)
     facts = Facts.of(named, nvidia=torch.version.hip is None)
     aligned = dict.fromkeys(("x", "w_gate", "w_up", "w_down"), 2 * VECTOR)
-    handed = hip_call.handed_over(named, facts, aligned)
-    return handed if handed is not None else warp_decode(named, facts, CHOSEN)
+    handed = hip_call.handed_over(named, facts, FEW, aligned)
+    return handed if handed is not None else warp_decode(named, facts, layout_for(facts, named["x"].shape[0]))
 
 
 def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
@@ -89,22 +136,25 @@ def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tenso
     tokens, routes = x.shape[0], ids.numel()
     out = x.new_empty((tokens, facts.outer))
     hidden = x.new_empty((routes, facts.width))
-    owned = layout.waves * layout.rows
+    blocks = -(-facts.width // (layout.gate_up_waves * layout.gate_up_rows))
+    ahead = hip_call.ahead(layout.ahead_bytes if facts.nvidia else 0, 2 * facts.width, routes, blocks)
     with torch.cuda.device(x.device):
         functions = _functions(facts, ids.dtype, layout, x.device)
-        threads = layout.waves * load_target("auto").wave_size
+        wave_size = load_target("auto").wave_size
         functions[GATE_UP](
-            grid=(routes, -(-facts.width // owned)),
-            threads=threads,
+            grid=(routes, blocks),
+            threads=layout.gate_up_waves * wave_size,
+            dependent=layout.gate_up_dependent and facts.nvidia,
             arguments=[
                 x, x.stride(0), ids, first, facts.experts, w_gate, w_up, w_gate.stride(0), w_gate.stride(1),
+                w_down, w_down.stride(0), w_down.stride(1), *ahead,
                 float(named["beta"]), float(named["linear_beta"]), hidden,
             ],
         )  # fmt: skip
         functions[DOWN](
-            grid=(tokens, -(-facts.outer // owned)),
-            threads=threads,
-            dependent=facts.nvidia,
+            grid=(tokens, -(-facts.outer // (layout.down_waves * layout.down_rows))),
+            threads=layout.down_waves * wave_size,
+            dependent=layout.down_dependent and facts.nvidia,
             arguments=[
                 hidden, ids, weights, first, facts.experts, w_down, w_down.stride(0), w_down.stride(1), out,
             ],

@@ -132,9 +132,10 @@ def _experts(facts: Facts, schedule: Schedule, tokens: int) -> list[Step]:
         Step(
             kernels.down_experts,
             ("hidden", "ids", *_DOWN, "routed", *DOWN_WEIGHTS, "first", "routes"),
-            {**_downing(facts), **looked_at, "TOKENS": down.tokens, **_tiles(down), "PDL": facts.nvidia},
+            {**_downing(facts), **looked_at, "TOKENS": down.tokens, **_tiles(down), "BLOCKS": down.blocks,
+             "PDL": facts.nvidia},
             down.num_warps,
-            (facts.experts, _blocks(facts.outer, down.rows)),
+            (facts.experts, _blocks(facts.outer, down.rows * down.blocks)),
             dependent=facts.nvidia,
         ),
         _combine(facts, tokens, dependent=facts.nvidia),

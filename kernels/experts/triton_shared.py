@@ -1,7 +1,7 @@
 """Where several tokens of a batch go to one expert, its weights are read once for all of them.
 
     gate_up_experts   a program owns a tile of rows of one expert, and finds the expert's routes among all ids
-    down_experts      the same for the down product: routed[route, rows]
+    down_experts      the same for the down product, several tiles of rows: routed[route, rows]
     combine_routes    a program owns a tile of one token's output: the weighted sum of its routes, in their order
 
 A program whose expert has no route ends at once. Nothing is sorted: the ids of a decode batch are few, and each program
@@ -74,15 +74,14 @@ def down_experts(
     hidden, ids, w_down, s_down, routed,
     w_expert, w_row, s_expert, s_row, first, routes,
     WIDTH: tl.constexpr, OUTER: tl.constexpr, FORMAT: tl.constexpr, ROUTES: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden [routes, WIDTH] times the down matrix of every route: routed [routes, OUTER]."""
+    """hidden [routes, WIDTH] times the down matrix of every route: routed [routes, OUTER].
+
+    A program takes BLOCKS tiles of rows one after the other: finding the routes costs as much as reading a small tile.
+    """
     expert = tl.program_id(0).to(tl.int64)
     places, found = routes_of(ids, expert + first, routes, ROUTES)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = (rows < OUTER)[:, None]
-    begin = expert * w_expert + rows.to(tl.int64)[:, None] * w_row
-    begin_scale = expert * s_expert + rows.to(tl.int64)[:, None] * s_row
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -90,13 +89,18 @@ def down_experts(
         route = some_routes(places, begin_route, ROUTES, TOKENS)
         used = begin_route + tl.arange(0, TOKENS) < found
         source = hidden + route.to(tl.int64)[None, :] * WIDTH
-        product = tl.zeros((ROWS, TOKENS), tl.float32)
-        for column in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
-            values = tl.load(source + (column + tl.arange(0, COLUMNS))[:, None], mask=used[None, :], other=0.0)
-            one = tile(w_down + begin, s_down + begin_scale, column, inside, ROWS, COLUMNS, FORMAT)
-            product = tl.dot(one.to(values.dtype), values, product)
-        target = routed + route.to(tl.int64)[None, :] * OUTER + rows[:, None]
-        tl.store(target, product.to(routed.dtype.element_ty), mask=inside & used[None, :])
+        for block in tl.range(0, BLOCKS):
+            rows = (tl.program_id(1) * BLOCKS + block) * ROWS + tl.arange(0, ROWS)
+            inside = (rows < OUTER)[:, None]
+            begin = expert * w_expert + rows.to(tl.int64)[:, None] * w_row
+            begin_scale = expert * s_expert + rows.to(tl.int64)[:, None] * s_row
+            product = tl.zeros((ROWS, TOKENS), tl.float32)
+            for column in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
+                values = tl.load(source + (column + tl.arange(0, COLUMNS))[:, None], mask=used[None, :], other=0.0)
+                one = tile(w_down + begin, s_down + begin_scale, column, inside, ROWS, COLUMNS, FORMAT)
+                product = tl.dot(one.to(values.dtype), values, product)
+            target = routed + route.to(tl.int64)[None, :] * OUTER + rows[:, None]
+            tl.store(target, product.to(routed.dtype.element_ty), mask=inside & used[None, :])
 
 
 @triton.jit

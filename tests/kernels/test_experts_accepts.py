@@ -46,3 +46,5 @@ def test_widths_and_targets() -> None:
     assert KERNEL.accepts(call(4, (2, 8, 96, 48, 37), "dense"), h200) is None
     assert KERNEL.accepts(call(0, K3_TP8, "mxfp4"), h200) is None
     assert "has no kernels" in str(KERNEL.accepts(call(4, K3_TP8, "dense"), cpu))
+    assert KERNEL.accepts(call(4, (2, 2048, 64, 32, 64), "dense"), h200) is None
+    assert "2049 experts; 1 to 2048 are taken" in str(KERNEL.accepts(call(4, (2, 2049, 64, 32, 64), "dense"), h200))

@@ -16,6 +16,8 @@ from k3rewrite.targets import load_target
 
 pytest.importorskip("ziglang")
 KERNEL = KERNELS[1]
+MOST_REGISTERS = 168
+"""3 waves on each scheduler of an H200; what is in flight lies in registers"""
 
 
 @pytest.mark.parametrize("target", ["mi355x", "mi325x"])
@@ -32,14 +34,14 @@ def test_no_shared_memory_no_barrier(
             made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", KERNEL.name))
             assert made.resources is not None and made.assembly is not None
             assert made.resources.spills == 0 and made.resources.lds_bytes == 0
-            assert made.resources.registers <= 128
+            assert made.resources.registers <= MOST_REGISTERS
             text = made.assembly.read_text()
             assert "s_barrier" not in text and "atomic" not in text
             assert summarise_assembly(text).dpp > 0
 
 
 @pytest.mark.parametrize("target", ["h200", "b200"])
-@pytest.mark.parametrize("layout", [hip_kernel.PUBLISHED, hip_kernel.CHOSEN])
+@pytest.mark.parametrize("layout", [hip_kernel.PUBLISHED, hip_kernel.CHOSEN, hip_kernel.FEW_OUTPUTS])
 def test_the_published_form_in_ptx(target: str, layout: hip_kernel.Layout, tmp_path: Path) -> None:
     goal = load_target(target)
     for shape in (K3_TP8, QWEN3):
@@ -50,9 +52,9 @@ def test_the_published_form_in_ptx(target: str, layout: hip_kernel.Layout, tmp_p
                 pytest.skip(made.skipped)
             assert made.resources is not None and made.assembly is not None
             assert made.resources.spills == 0 and made.resources.lds_bytes == 0
-            assert made.resources.registers <= 128
+            assert made.resources.registers <= MOST_REGISTERS
             text = made.assembly.read_text()
-            assert "shfl.sync.bfly" in text and "ld.global.nc.L1::no_allocate.v4" in text
+            assert "shfl.sync.bfly" in text and "L1::no_allocate.v4" in text
             assert "bar.sync" not in text and ".shared" not in text and "atom." not in text and "red." not in text
 
 
@@ -68,16 +70,16 @@ def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], tmp_
             if made.object is None:
                 pytest.skip(made.skipped)
             assert made.resources is not None and made.assembly is not None
-            assert made.resources.spills == 0 and made.resources.registers <= 168
-            assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in made.assembly.read_text()
+            assert made.resources.spills == 0 and made.resources.registers <= MOST_REGISTERS
+            assert "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in made.assembly.read_text()
 
 
 def test_what_mxfp4_takes() -> None:
     kernel, h200 = KERNELS[2], load_target("h200")
     assert "gfx950 is none of" in str(kernel.accepts(call(1, K3_TP8, "mxfp4"), load_target("mi355x")))
     assert "not dense" in str(kernel.accepts(call(1, K3_TP8, "dense"), h200))
-    assert "a multiple of 64 is needed" in str(kernel.accepts(call(1, (2, 8, 64, 96, 64), "mxfp4"), h200))
-    assert "for few tokens" in str(kernel.accepts(call(64, K3_TP8, "mxfp4"), h200))
+    assert "a multiple of 256 is needed" in str(kernel.accepts(call(1, (2, 8, 64, 96, 64), "mxfp4"), h200))
+    assert "for few tokens; 128 meet" in str(kernel.accepts(call(128, K3_TP8, "mxfp4"), h200))
 
 
 def test_what_it_takes() -> None:

@@ -15,7 +15,9 @@ from experts_cases import BF16, FEWEST, FP32, MODEL
 
 from k3rewrite.emit import Provenance, emit_unit
 from k3rewrite.kernels.experts import KERNELS
-from k3rewrite.kernels.experts.schedule import expected_hits, schedule_for
+from k3rewrite.kernels.experts.kernel import as_unit
+from k3rewrite.kernels.experts.plan import Facts, plan
+from k3rewrite.kernels.experts.schedule import MAX_EXPERTS, expected_hits, schedule_for, schedules_of
 from k3rewrite.targets import load_target
 
 pytest.importorskip("triton")
@@ -103,7 +105,11 @@ def test_every_launch_compiles_without_spills(
     for tokens in (1, 64, 4096):
         arguments = call(tokens, shape, format)
         assert KERNEL.accepts(arguments, goal) is None
-        for unit in KERNEL.units(arguments, goal):
+        facts = Facts.of(arguments, nvidia=goal.vendor == "nvidia")
+        every = schedules_of(goal.arch, facts.inner, facts.width, packed=format != "dense")
+        routes = every[0]  # what the table never gives this shape must compile too
+        units = [*KERNEL.units(arguments, goal), *(as_unit(step, facts, arguments) for step in plan(facts, routes, 1))]
+        for unit in units:
             made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", KERNEL.name))
             assert made.object is not None and made.resources is not None, made.skipped
             assert made.resources.spills == 0, f"{unit.symbol}, {tokens} tokens"
@@ -135,10 +141,25 @@ def test_a_symbolic_batch_is_compiled_for_every_path() -> None:
 
 
 def test_tokens_that_meet_at_experts_share_reads() -> None:
-    def path(tokens: int, shape: tuple[int, int, int, int, int]) -> str:
+    def paths(shape: tuple[int, int, int, int, int], arch: str) -> list[str]:
         top_k, experts, inner, width, _ = shape
-        return schedule_for("sm_90", tokens, top_k, experts, inner, width, packed=False).path
+        return [schedule_for(arch, n, top_k, experts, inner, width, packed=False).path for n in (1, 2, 8, 64, 4096)]
 
-    assert [path(n, K3_TP8) for n in (1, 8, 32, 4096)] == ["routes", "routes", "experts", "sorted"]
-    assert [path(n, QWEN3) for n in (1, 2, 8, 4096)] == ["routes", "routes", "experts", "sorted"]
+    assert paths(K3_TP8, "sm_90") == ["routes", "routes", "experts", "experts", "sorted"]
+    assert paths(QWEN3, "sm_90") == ["experts", "experts", "experts", "experts", "sorted"]
+    assert paths(QWEN3, "gfx950") == ["routes", "routes", "experts", "experts", "sorted"]
     assert expected_hits(1, 896) == pytest.approx(1) and expected_hits(10**6, 896) == pytest.approx(896)
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_the_most_experts_do_not_spill(target: str, tmp_path: Path) -> None:
+    """A program of the sorted path holds a row of counts of all experts."""
+    goal, shape = load_target(target), (8, MAX_EXPERTS, 256, 128, 256)
+    arguments = call(512, shape, "dense")
+    assert KERNEL.accepts(arguments, goal) is None
+    symbols = set()
+    for unit in KERNEL.units(arguments, goal):
+        made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", KERNEL.name))
+        assert made.resources is not None and made.resources.spills == 0, unit.symbol
+        symbols.add(unit.symbol)
+    assert "place_routes" in symbols and "gate_up_sorted" in symbols

@@ -1,29 +1,42 @@
-// Routed experts with MXFP4 weights for few tokens, on NVIDIA's 8-bit matrix units (sm_90 and later).
+// Routed experts with MXFP4 weights for few tokens, on NVIDIA's integer matrix units (sm_90 and later).
 //
-// A 4-bit weight needs no table and no conversion there: its bits, moved, are an E4M3 number of 2^-6 times its value.
+// The 8-bit floating point product of mma.sync is taken apart into fp16 ones on sm_90; the integer product is not, and
+// a 4-bit weight is an integer there: twice its value is one of 0, 1, 2, 3, 4, 6, 8, 12 and their negatives. A byte
+// permutation is a table of eight bytes with four lookups, and its selectors are the stored nibbles as they are. Where
+// a selector's top bit, the sign, is set, it gives zero instead, if the table holds no byte above 127. So
 //
-//   E2M1   s ee m        E4M3   s 00ee m00        exact, the subnormal 0.5 included
+//   lookup(12 + value, codes) | lookup(12 - value, codes with the sign turned)   is 12 + the number meant, exactly.
 //
-// A bf16 activation is the sum of two E4M3 numbers, once its row is scaled by a power of two: eight significant bits in
-// two times four. They are two columns of one product, so the second costs nothing. What a row's largest value leaves
-// below E4M3's range is dropped: 2^-22 of the largest value at most. Products are exact, and 32 of them, one scale
-// group, are added up by the matrix unit; across groups the sum is fp32.
+// A bf16 activation becomes a 16-bit integer, over a power of two for each 32 columns (a scale group), and that becomes
+// two signed digits of base 256. Activations below 2^-7 of their group's largest lose bits of their eight; what is lost
+// is hardly more than 2^-15 of the largest. Products and sums of a group are exact; across groups the sum is fp32.
 //
-//   mxfp4_gate_up   a workgroup owns 16 rows of one route's intermediate; its waves split the columns
-//   mxfp4_down      a workgroup owns 16 outputs of one token; its waves split the token's experts, whose weights they
+// The product of 16 rows with 32 columns has 8 results a row. Lane 4 r + q reads whole groups, 32 columns of row r, so
+// that a product takes eight columns of each of four groups; results 2 q and 2 q + 1 are the two digits of the lane's own
+// group, as the activations of other groups are zero there. No lane multiplies what it has by another's scale. The 12
+// that is too much is taken off where a sum starts; sums start at 1.5 * 2^23 as well, so that their bits are a float.
+//
+//   mxfp4_prepare   digits of the tokens, each once
+//   mxfp4_gate_up   a workgroup owns 32 rows of one route's intermediate, a scale group of the down product, and leaves
+//                   it as digits; its waves split rows, matrices and columns, and fetch their first weights before they wait
+//   mxfp4_down      a workgroup owns 16 or 32 outputs of one token; its waves split the token's experts, whose weights they
 //                   fetch before they wait for the kernel before
 //
 // Weights come as the checkpoint has them: bytes of two values, the even column in the low nibble, and one E8M0 byte for
 // 32 columns (255, a NaN, gives an infinity or a NaN). A route outside of the window is skipped in both kernels.
 //
-//   MXFP4_INNER, _WIDTH, _OUTER   columns of x, of an expert's intermediate, of the result; INNER and WIDTH multiples of
-//                                 64, WIDTH and OUTER of 16
+//   MXFP4_INNER, _WIDTH, _OUTER   columns of x, of an expert's intermediate, of the result; multiples of 256, 128 and
+//                                 16 * TILES
 //   MXFP4_TOP_K                   experts of a token
-//   MXFP4_WAVES                   waves of a workgroup
-//   MXFP4_UNROLL                  blocks of 64 columns of which a wave of gate/up has loads in flight together
+//   MXFP4_WAVES                   waves of a workgroup, of gate/up a multiple of 4
+//   MXFP4_TILES                   tiles of 16 rows of a wave of the down kernel
+//   MXFP4_GROUP                   experts of which a wave of the down kernel has loads in flight together
+//   MXFP4_OCCUPANCY               waves of a quarter of a multiprocessor for which gate/up's registers are kept few enough
 //   MXFP4_IDS                     i32 or i64
 //   MXFP4_SITU, _LINEAR, _PRODUCT_BF16, _COMPUTE_BF16, _ROUTE_BF16, _COMBINE_BF16   as in warp_decode.hip
-//   MXFP4_DEPENDENT               1: the down kernel may be launched while gate/up still runs
+//   MXFP4_DEPENDENT               1: either kernel may be launched while the one before it still runs
+//
+// `two16` is 2^16. `ahead_from` and `ahead_rows` as in warp_decode.hip; the down matrix's scales are few and not fetched ahead.
 
 #include "activation.h"
 #include "portability.h"
@@ -40,35 +53,60 @@ typedef MXFP4_IDS id_type;
 
 constexpr i32 waves = MXFP4_WAVES;
 constexpr i32 threads = waves * 32;
-constexpr i32 span = 64;  // columns that a wave takes in one step: two scale groups
-constexpr i32 tile = 16;  // rows of a workgroup
-constexpr float weight_unit = 64.0f;  // a weight's value over that of its E4M3 number
-constexpr float second_unit = 0.0625f;  // the second part of an activation is stored 16 times its value
+constexpr i32 span = 128;  // columns of a step: four scale groups
+constexpr i32 tile = 16;   // rows of a product
+constexpr i32 prepared = (MXFP4_INNER / 32 + 7) / 8 * 8;  // groups of a prepared token: whole waves
+constexpr i32 origin = 0x4b400000;  // 1.5 * 2^23: adding an integer to these bits adds it to the number
+constexpr float origin_value = 12582912.0f;
 
-static_assert(MXFP4_INNER % span == 0 && MXFP4_WIDTH % span == 0, "columns come in steps of 64");
-static_assert(MXFP4_WIDTH % tile == 0 && MXFP4_OUTER % tile == 0, "rows come in tiles of 16");
+static_assert(MXFP4_INNER % (2 * span) == 0 && MXFP4_WIDTH % span == 0, "columns come in steps of 128, of x in pairs");
+static_assert(MXFP4_OUTER % (tile * MXFP4_TILES) == 0, "rows come in tiles of 16");
 
-struct alignas(8) u32x2 {
-    u32 x, y;
+// 32 activations: two digits each, at which integers their products start, and the value of one.
+struct alignas(16) digits {
+    u32 digit[2][8];
+    i32 start[2];
+    float unit;
+    u32 unused;
 };
+static_assert(sizeof(digits) == 80, "as hip_mxfp4.py allocates it");
 
-K3_DEVICE u32x2 load8(const unsigned char* address) {
-    u32x2 v;
-    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-        : "=r"(v.x), "=r"(v.y)
+// Weights and scales are loaded before what they do not depend on, a wait or the preparation of activations. The
+// assembler would move loads through the read-only path (.nc) to behind it.
+K3_DEVICE u32x4 load16_early(const unsigned char* address) {
+    u32x4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
         : "l"(__cvta_generic_to_global(address)));
     return v;
 }
-K3_DEVICE u32 load2(const unsigned char* address) {
-    unsigned short v;
-    asm("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(__cvta_generic_to_global(address)));
+K3_DEVICE u32 load4_early(const unsigned char* address) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(address)));
     return v;
 }
+struct u32x2 {
+    u32 x, y;
+};
+K3_DEVICE u32x2 load8_early(const unsigned char* address) {
+    u32x2 v;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(__cvta_generic_to_global(address)));
+    return v;
+}
+// 16 bytes from global to shared memory, there after `arrived` and a barrier.
+K3_DEVICE void bring16(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;"
+        ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+K3_DEVICE void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 K3_DEVICE void wait_for_earlier_kernel() {
     if constexpr (MXFP4_DEPENDENT) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 K3_DEVICE void release_later_kernel() {
     if constexpr (MXFP4_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+K3_DEVICE void fetch_ahead(const unsigned char* address, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(bytes));
 }
 
 K3_DEVICE i64 local_expert(const id_type* ids, i64 route, i32 first, i32 count) {
@@ -76,232 +114,339 @@ K3_DEVICE i64 local_expert(const id_type* ids, i64 route, i32 first, i32 count) 
     return expert < count ? expert : -1;
 }
 
-// The E4M3 numbers of the even columns (low nibbles) and of the odd ones of a word of eight weights.
-K3_DEVICE u32 even_weights(u32 word) { return ((word & 0x07070707u) << 2) | ((word & 0x08080808u) << 4); }
-K3_DEVICE u32 odd_weights(u32 word) { return ((word >> 2) & 0x1c1c1c1cu) | (word & 0x80808080u); }
-
-// E4M3 of four floats, the first in the low byte, and what they stand for.
-K3_DEVICE u32 to_e4m3(const float (&v)[4]) {
-    unsigned short low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
-    return static_cast<u32>(high) << 16 | low;
-}
-K3_DEVICE void from_e4m3(u32 packed, float (&v)[4]) {
-    u32 low, high;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(low) : "h"(static_cast<unsigned short>(packed & 0xffffu)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(high) : "h"(static_cast<unsigned short>(packed >> 16)));
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(v[0]), "=f"(v[1]) : "r"(low));
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(v[2]), "=f"(v[3]) : "r"(high));
+// __byte_perm would clear the selectors' top bits.
+K3_DEVICE u32 lookup(u32 low, u32 high, u32 selectors) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
+    return bytes;
 }
 
-// Eight activations, times `scale`, as two parts: even columns, odd columns.
-K3_DEVICE void split8(const u32x4& packed, float scale, u32x2& one, u32x2& two) {
-    float value[8], even[4], odd[4], back[4];
-    unpack8(packed, value);
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) even[i] = value[2 * i] * scale, odd[i] = value[2 * i + 1] * scale;
-    one.x = to_e4m3(even), one.y = to_e4m3(odd);
-    from_e4m3(one.x, back);
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) even[i] = (even[i] - back[i]) * 16.0f;
-    from_e4m3(one.y, back);
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) odd[i] = (odd[i] - back[i]) * 16.0f;
-    two.x = to_e4m3(even), two.y = to_e4m3(odd);
+// 12 plus twice the value, as bytes, of the four codes in the low half of a word; `turned` are the codes with the other sign.
+K3_DEVICE u32 four_weights(u32 codes, u32 turned) {
+    return lookup(0x0f0e0d0cu, 0x18141210u, codes) | lookup(0x090a0b0cu, 0x00040608u, turned);
 }
 
-// The power of two that brings `largest` into [128, 256); 1 for a row of zeros, NaN for one with an infinity, which
-// E4M3 does not have.
-K3_DEVICE float row_scale(float largest) {
-    const u32 exponent = bit_cast<u32>(largest) >> 23;
-    if (exponent == 255) return bit_cast<float>(0x7fc00000u);
-    const u32 wanted = 127 + 127 + 7 - exponent;
-    return exponent == 0 ? 1.0f : bit_cast<float>((wanted < 254 ? wanted : 254) << 23);
-}
-
-K3_DEVICE float largest_of(const u32x4& packed) {
-    float value[8], most = 0.0f;
-    unpack8(packed, value);
-#pragma unroll
-    for (i32 i = 0; i < 8; ++i) most = maximum_number(most, value[i] < 0.0f ? -value[i] : value[i]);
-    return most;
-}
-
-// sum[0], sum[1]: row `lane / 4`, columns 2 * (lane % 4) and the next; sum[2], sum[3]: row `lane / 4 + 8`.
-K3_DEVICE void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+K3_DEVICE void multiply(i32 (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 16 rows times 64 columns added to `total`. Lane 4 r + q holds 16 columns of rows r and r + 8: columns 16 q to 16 q + 15,
-// which lie in scale group q / 2. `values` are the activations of the same columns (zero in the columns of the product
-// that are not used), so the product of one group takes the lanes of that group and zeros from the others.
-K3_DEVICE void multiply_span(
-    float (&total)[4], const u32x2& upper, const u32x2& lower, u32 upper_scales, u32 lower_scales, const u32x4& values) {
-    const u32 a[2][4] = {
-        {even_weights(upper.x), even_weights(lower.x), odd_weights(upper.x), odd_weights(lower.x)},
-        {even_weights(upper.y), even_weights(lower.y), odd_weights(upper.y), odd_weights(lower.y)}};
+// The upper half of a word. The integer pipe is the busy one here, so this is a product: `two16` is 2^16, and the compiler
+// must not know.
+K3_DEVICE u32 upper_half(u32 word, u32 two16) {
+    u32 half;
+    asm("mul.hi.u32 %0, %1, %2;" : "=r"(half) : "r"(word), "r"(two16));
+    return half;
+}
+
+K3_DEVICE void multiply_words(i32 (&sum)[4], u32 upper, u32 lower, u32 b0, u32 b1, u32 two16) {
+    const u32 turned_upper = upper ^ 0x88888888u, turned_lower = lower ^ 0x88888888u;
+    multiply(sum, four_weights(upper, turned_upper), four_weights(lower, turned_lower),
+             four_weights(upper_half(upper, two16), upper_half(turned_upper, two16)),
+             four_weights(upper_half(lower, two16), upper_half(turned_lower, two16)), b0, b1);
+}
+
+// The E8M0 byte of the lane's own group as a float.
+K3_DEVICE float scale_of(u32 four_groups) {
+    return bit_cast<float>(lookup(four_groups, 0u, 0x0444u | static_cast<u32>(lane() % 4) << 12) >> 1);
+}
+
+// One lane's part of 128 columns of activations, from shared memory.
+struct operand {
+    u32x4 low, high;  // words 0 to 3 and 4 to 7 of the digit and group whose product is this lane's business; else zero
+    i32 start[2];
+    float unit;
+};
+
+K3_DEVICE operand operand_of(const digits* groups) {
+    const i32 quarter = lane() % 4, digit = lane() / 4 - 2 * quarter;
+    const digits& own = groups[quarter];
+    operand made{{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}, 0.0f};
+    if (digit == 0 || digit == 1) made.low = load16(&own.digit[digit][0]), made.high = load16(&own.digit[digit][4]);
+    const u32x4 rest = load16(&own.start[0]);
+    made.start[0] = static_cast<i32>(rest.x), made.start[1] = static_cast<i32>(rest.y), made.unit = bit_cast<float>(rest.z);
+    return made;
+}
+
+// 16 rows times 128 columns added to `total`: rows `lane / 4` (0, 1: its digits) and 8 further on (2, 3).
+// The scales are words of four groups' bytes.
+K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4& lower, u32 upper_scales, u32 lower_scales,
+                             const operand& by, u32 two16) {
+    i32 sum[4] = {by.start[0], by.start[1], by.start[0], by.start[1]};
+    multiply_words(sum, upper.x, lower.x, by.low.x, by.low.y, two16);
+    multiply_words(sum, upper.y, lower.y, by.low.z, by.low.w, two16);
+    multiply_words(sum, upper.z, lower.z, by.high.x, by.high.y, two16);
+    multiply_words(sum, upper.w, lower.w, by.high.z, by.high.w, two16);
+    const float up = scale_of(upper_scales) * by.unit, low = scale_of(lower_scales) * by.unit;
+    total[0] = k3::fma(bit_cast<float>(sum[0]) - origin_value, up, total[0]);
+    total[1] = k3::fma(bit_cast<float>(sum[1]) - origin_value, up, total[1]);
+    total[2] = k3::fma(bit_cast<float>(sum[2]) - origin_value, low, total[2]);
+    total[3] = k3::fma(bit_cast<float>(sum[3]) - origin_value, low, total[3]);
+}
+
+// Of the largest magnitude of a group, as bits: what its values are multiplied with to be integers below 255 * 128.
+K3_DEVICE u32 exponent_of(u32 largest) {
+    const u32 wanted = 268 - ((largest + 0x10000u) >> 23);
+    return wanted < 253 ? wanted : 253;
+}
+// Half of what one is worth, as weights are doubled; NaN if the group has an infinity or a NaN.
+K3_DEVICE float unit_of(u32 largest, u32 exponent) {
+    return largest >= 0x7f800000u ? bit_cast<float>(0x7fc00000u) : bit_cast<float>((254 - exponent) << 23) * 0.5f;
+}
+// The nearest integer, its digits in bytes 0 and, once 128 is added, 1.
+K3_DEVICE u32 integer_of(float value, u32 exponent) {
+    return bit_cast<u32>(k3::fma(value, bit_cast<float>(exponent << 23), origin_value));
+}
+
+K3_DEVICE u32 bytes_of(const u32 (&from)[4], u32 byte) {
+    const u32 selector = byte | (byte + 4) << 4;
+    return __byte_perm(__byte_perm(from[0], from[1], selector), __byte_perm(from[2], from[3], selector), 0x5410);
+}
+
+// Eight activations of a group; the four lanes of a quad have the group.
+K3_DEVICE void split8(const u32x4& packed, digits& to) {
+    float value[8];
+    unpack8(packed, value);
+    u32 largest = 0;
 #pragma unroll
-    for (i32 g = 0; g < 2; ++g) {
-        const u32 mine = ((lane() >> 1) & 1) == g ? 0xffffffffu : 0u;
-        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply(sum, a[0][0], a[0][1], a[0][2], a[0][3], values.x & mine, values.y & mine);
-        multiply(sum, a[1][0], a[1][1], a[1][2], a[1][3], values.z & mine, values.w & mine);
-        const float up = bit_cast<float>((g ? upper_scales << 15 : upper_scales << 23) & 0x7f800000u);
-        const float low = bit_cast<float>((g ? lower_scales << 15 : lower_scales << 23) & 0x7f800000u);
-        total[0] = k3::fma(sum[0], up, total[0]), total[1] = k3::fma(sum[1], up, total[1]);
-        total[2] = k3::fma(sum[2], low, total[2]), total[3] = k3::fma(sum[3], low, total[3]);
+    for (i32 i = 0; i < 8; ++i) {
+        const u32 magnitude = bit_cast<u32>(value[i]) & 0x7fffffffu;
+        largest = largest > magnitude ? largest : magnitude;
+    }
+    u32 other = shuffle_xor<1>(largest);
+    largest = largest > other ? largest : other;
+    other = shuffle_xor<2>(largest);
+    largest = largest > other ? largest : other;
+    const u32 exponent = exponent_of(largest);
+    i32 sums[2] = {0, 0};
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        u32 integers[4], raised[4];
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            integers[i] = integer_of(value[4 * half + i], exponent);
+            raised[i] = integers[i] + 128;
+        }
+        const u32 high = bytes_of(raised, 1), low = bytes_of(integers, 0);
+        to.digit[0][2 * (lane() % 4) + half] = high, to.digit[1][2 * (lane() % 4) + half] = low;
+        sums[0] = __dp4a(static_cast<i32>(high), 0x01010101, sums[0]);
+        sums[1] = __dp4a(static_cast<i32>(low), 0x01010101, sums[1]);
+    }
+#pragma unroll
+    for (i32 d = 0; d < 2; ++d) {
+        sums[d] += static_cast<i32>(shuffle_xor<1>(static_cast<u32>(sums[d])));
+        sums[d] += static_cast<i32>(shuffle_xor<2>(static_cast<u32>(sums[d])));
+    }
+    if (lane() % 4 == 0) {
+        to.start[0] = origin - 12 * sums[0], to.start[1] = origin - 12 * sums[1];
+        to.unit = unit_of(largest, exponent);
+    }
+}
+
+// One activation a lane, a group a wave.
+K3_DEVICE void split1(float value, digits& to) {
+    const u32 largest = __reduce_max_sync(0xffffffffu, bit_cast<u32>(value) & 0x7fffffffu);
+    const u32 exponent = exponent_of(largest), integer = integer_of(value, exponent);
+    const i32 low = static_cast<signed char>(integer & 0xffu), high = static_cast<signed char>((integer + 128) >> 8 & 0xffu);
+    reinterpret_cast<signed char*>(to.digit[0])[lane()] = static_cast<signed char>(high);
+    reinterpret_cast<signed char*>(to.digit[1])[lane()] = static_cast<signed char>(low);
+    const i32 sum_high = __reduce_add_sync(0xffffffffu, high), sum_low = __reduce_add_sync(0xffffffffu, low);
+    if (lane() == 0) {
+        to.start[0] = origin - 12 * sum_high, to.start[1] = origin - 12 * sum_low;
+        to.unit = unit_of(largest, exponent);
     }
 }
 
 }  // namespace
 
-// Grid: (routes, WIDTH / 16).
+namespace {
+
+template <i32 Count>
+K3_DEVICE void bring(digits* to, const digits* from) {
+#pragma unroll
+    for (i32 at = thread_x(); at < Count * 5; at += threads) {
+        bring16(reinterpret_cast<u32x4*>(to) + at, reinterpret_cast<const u32x4*>(from) + at);
+    }
+    arrived();
+    barrier();
+}
+
+}  // namespace
+
+// Grid: (tokens, blocks of 4 * THREADS columns), THREADS = MXFP4_WAVES * 32.
 K3_KERNEL(threads)
+mxfp4_prepare(const bf16* x, i32 x_stride, digits* made) {
+    constexpr i32 vectors = MXFP4_INNER / 8;
+    wait_for_earlier_kernel();
+    release_later_kernel();
+    const i32 vector = block_y() * threads + thread_x();
+    if (vector - lane() >= vectors) return;
+    const i64 token = block_x();
+    const u32x4 zero{0, 0, 0, 0};  // of a wave that has vectors, all lanes take part
+    split8(vector < vectors ? load16(x + token * x_stride + vector * 8) : zero, made[token * prepared + vector / 4]);
+}
+
+// Grid: (routes, WIDTH / 32).
+K3_KERNEL_OCCUPANCY(threads, MXFP4_OCCUPANCY)
 mxfp4_gate_up(
-    const bf16* x, i32 x_stride, const id_type* ids, i32 first, i32 count, const unsigned char* w_gate,
-    const unsigned char* w_up, i32 expert_stride, i32 row_stride, const unsigned char* s_gate, const unsigned char* s_up,
-    i32 scale_expert_stride, i32 scale_row_stride, float beta, float linear_beta, bf16* hidden) {
-    constexpr i32 steps = MXFP4_INNER / span;
-    constexpr i32 unroll = MXFP4_UNROLL;
-    __shared__ alignas(16) u32x2 parts[2][MXFP4_INNER / 8];
-    __shared__ float sums[waves][2][tile];
-    __shared__ float most[waves];
+    const digits* x, const id_type* ids, i32 first, i32 count, const unsigned char* w_gate, const unsigned char* w_up,
+    i32 expert_stride, i32 row_stride, const unsigned char* s_gate, const unsigned char* s_up, i32 scale_expert_stride,
+    i32 scale_row_stride, const unsigned char* w_down, i32 down_expert_stride, i32 down_row_stride, i32 ahead_from,
+    i32 ahead_rows, float beta, float linear_beta, u32 two16, digits* hidden) {
+    constexpr i32 pairs = MXFP4_INNER / (2 * span);
+    constexpr i32 parts = (waves + 3) / 4;
+    __shared__ digits groups[MXFP4_INNER / 32];
+    __shared__ float sums[parts][2][2 * tile];
     release_later_kernel();
     const i64 route = block_x();
     const i64 expert = local_expert(ids, route, first, count);
-    if (expert < 0) return;
-    const bf16* const source = x + route / MXFP4_TOP_K * x_stride;
-    float largest = 0.0f;
-    for (i32 v = thread_x(); v < MXFP4_INNER / 8; v += threads) largest = maximum_number(largest, largest_of(load16(source + v * 8)));
-    largest = wave_max(largest);
-    if (lane() == 0) most[wave()] = largest;
-    barrier();
-#pragma unroll
-    for (i32 w = 0; w < waves; ++w) largest = maximum_number(largest, most[w]);
-    const float scale = row_scale(largest);
-    for (i32 v = thread_x(); v < MXFP4_INNER / 8; v += threads) {
-        u32x2 one, two;
-        split8(load16(source + v * 8), scale, one, two);
-        parts[0][v] = one, parts[1][v] = two;
+    if (expert < 0) {
+        wait_for_earlier_kernel();  // whatever is launched next must not run beside what came before
+        return;
     }
-    barrier();
-
-    const i32 row = block_y() * tile + lane() / 4;
+    // A wave takes 16 of the 32 rows of one of the two matrices, and every `parts`th pair of steps.
+    const i32 half = wave() % 2, matrix = wave() / 2 % 2, part = wave() / 4;
+    const i32 row = (2 * block_y() + half) * tile + lane() / 4;
     const i32 quarter = lane() % 4;
-    const i32 column = lane() / 4;  // of the product: parts of the one activation row in 0 and 1, nothing in the others
-    const i64 begin = expert * expert_stride + static_cast<i64>(row) * row_stride + quarter * 8;
-    const i64 begin_scale = expert * scale_expert_stride + static_cast<i64>(row) * scale_row_stride;
-    const i64 half = static_cast<i64>(8) * row_stride, half_scale = static_cast<i64>(8) * scale_row_stride;
-    float gate[4] = {0.0f, 0.0f, 0.0f, 0.0f}, up[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (i32 step = wave(); step < steps; step += waves * unroll) {
-        u32x2 g0[unroll], g1[unroll], u0[unroll], u1[unroll];
-        u32 gs0[unroll], gs1[unroll], us0[unroll], us1[unroll];
+    const unsigned char* const stored =
+        (matrix == 0 ? w_gate : w_up) + expert * expert_stride + static_cast<i64>(row) * row_stride + quarter * 16;
+    const unsigned char* const scale =
+        (matrix == 0 ? s_gate : s_up) + expert * scale_expert_stride + static_cast<i64>(row) * scale_row_stride;
+    const i32 down8 = 8 * row_stride, scale_down8 = 8 * scale_row_stride;
+    u32x4 upper[2], lower[2];  // steps of a pair; rows `row` and 8 further on
+    u32x2 scales[2], later[2];
+    const auto load = [&](i32 pair, i32 step) {
+        upper[step] = load16_early(stored + pair * 128 + step * 64);
+        lower[step] = load16_early(stored + down8 + pair * 128 + step * 64);
+    };
+    const auto load_scales = [&](u32x2 (&to)[2], i32 pair) {
+        to[0] = load8_early(scale + pair * 8), to[1] = load8_early(scale + scale_down8 + pair * 8);
+    };
+    if (part < pairs) load_scales(scales, part), load(part, 0), load(part, 1);
+    wait_for_earlier_kernel();
+    bring<MXFP4_INNER / 32>(groups, x + route / MXFP4_TOP_K * prepared);
+
+    float total[4] = {};
+#pragma unroll 1
+    for (i32 pair = part; pair < pairs; pair += parts) {
+        const i32 next = pair + parts;
+        if (next < pairs) load_scales(later, next);
 #pragma unroll
-        for (i32 n = 0; n < unroll; ++n) {
-            const i32 at = step + n * waves;
-            const bool inside = steps % (waves * unroll) == 0 || at < steps;
-            const i64 offset = begin + at * 32, scales = begin_scale + at * 2;
-            const u32x2 zero{0, 0};
-            g0[n] = inside ? load8(w_gate + offset) : zero, g1[n] = inside ? load8(w_gate + offset + half) : zero;
-            u0[n] = inside ? load8(w_up + offset) : zero, u1[n] = inside ? load8(w_up + offset + half) : zero;
-            gs0[n] = inside ? load2(s_gate + scales) : 0, gs1[n] = inside ? load2(s_gate + scales + half_scale) : 0;
-            us0[n] = inside ? load2(s_up + scales) : 0, us1[n] = inside ? load2(s_up + scales + half_scale) : 0;
+        for (i32 s = 0; s < 2; ++s) {
+            const operand by = operand_of(&groups[(2 * pair + s) * 4]);
+            multiply_span(total, upper[s], lower[s], s == 0 ? scales[0].x : scales[0].y, s == 0 ? scales[1].x : scales[1].y,
+                          by, two16);
+            if (next < pairs) load(next, s);
         }
-#pragma unroll
-        for (i32 n = 0; n < unroll; ++n) {
-            const i32 at = step + n * waves;
-            u32x4 values{0, 0, 0, 0};
-            if (column < 2 && (steps % (waves * unroll) == 0 || at < steps)) values = load16(&parts[column][at * 8 + quarter * 2]);
-            multiply_span(gate, g0[n], g1[n], gs0[n], gs1[n], values);
-            multiply_span(up, u0[n], u1[n], us0[n], us1[n], values);
+        scales[0] = later[0], scales[1] = later[1];
+    }
+    if (wave() == 0 && block_y() >= ahead_from) {
+        const i32 begin_row = (block_y() - ahead_from) * ahead_rows;
+        for (i32 r = lane(); r < ahead_rows && begin_row + r < MXFP4_OUTER; r += 32) {
+            const i64 offset = expert * down_expert_stride + static_cast<i64>(begin_row + r) * down_row_stride;
+            fetch_ahead(w_down + offset, MXFP4_WIDTH / 2);
         }
     }
+    const float one = group_sum<4>(k3::fma(total[0], 256.0f, total[1]));
+    const float other = group_sum<4>(k3::fma(total[2], 256.0f, total[3]));
     if (quarter == 0) {
-        sums[wave()][0][lane() / 4] = k3::fma(gate[1], second_unit, gate[0]);
-        sums[wave()][0][lane() / 4 + 8] = k3::fma(gate[3], second_unit, gate[2]);
-        sums[wave()][1][lane() / 4] = k3::fma(up[1], second_unit, up[0]);
-        sums[wave()][1][lane() / 4 + 8] = k3::fma(up[3], second_unit, up[2]);
+        sums[part][matrix][half * tile + lane() / 4] = one;
+        sums[part][matrix][half * tile + lane() / 4 + 8] = other;
     }
     barrier();
-    if (thread_x() >= tile) return;
-    float one = 0.0f, other = 0.0f;
+    if (thread_x() >= 2 * tile) return;
+    float gate = 0.0f, up = 0.0f;
 #pragma unroll
-    for (i32 w = 0; w < waves; ++w) one += sums[w][0][thread_x()], other += sums[w][1][thread_x()];
-    const float unit = weight_unit / scale;
-    const float result = activated<MXFP4_SITU, MXFP4_LINEAR, MXFP4_PRODUCT_BF16, MXFP4_COMPUTE_BF16>(
-        one * unit, other * unit, beta, linear_beta);
-    hidden[route * MXFP4_WIDTH + block_y() * tile + thread_x()] = to_bf16(result);
+    for (i32 w = 0; w < parts; ++w) gate += sums[w][0][thread_x()], up += sums[w][1][thread_x()];
+    const float result =
+        activated<MXFP4_SITU, MXFP4_LINEAR, MXFP4_PRODUCT_BF16, MXFP4_COMPUTE_BF16>(gate, up, beta, linear_beta);
+    split1(round_to_bf16(result), hidden[route * (MXFP4_WIDTH / 32) + block_y()]);
 }
 
-// Grid: (tokens, OUTER / 16).
+// Grid: (tokens, OUTER / (16 * TILES)).
 K3_KERNEL(threads)
 mxfp4_down(
-    const bf16* hidden, const id_type* ids, const float* weights, i32 first, i32 count, const unsigned char* w_down,
+    const digits* hidden, const id_type* ids, const float* shares, i32 first, i32 count, const unsigned char* w_down,
     i32 expert_stride, i32 row_stride, const unsigned char* s_down, i32 scale_expert_stride, i32 scale_row_stride,
-    bf16* out) {
+    u32 two16, bf16* out) {
     constexpr i32 steps = MXFP4_WIDTH / span;
+    constexpr i32 tiles = MXFP4_TILES;
+    constexpr i32 group = MXFP4_GROUP;
     constexpr i32 each = (MXFP4_TOP_K + waves - 1) / waves;  // experts of a wave
-    __shared__ alignas(16) u32x2 parts[waves][2][MXFP4_WIDTH / 8];
-    __shared__ float sums[waves][tile];
+    constexpr bool by_route = MXFP4_ROUTE_BF16 || MXFP4_COMBINE_BF16;  // lanes added up for each expert
+    __shared__ digits parts[MXFP4_TOP_K * MXFP4_WIDTH / 32];
+    __shared__ float sums[waves][tiles * tile];
+    release_later_kernel();
     const i64 token = block_x();
-    const i32 row = block_y() * tile + lane() / 4;
+    const i32 row = block_y() * tiles * tile + lane() / 4;
     const i32 quarter = lane() % 4;
-    const i32 column = lane() / 4;
-    float total[2] = {0.0f, 0.0f};
-#pragma unroll 1
-    for (i32 e = 0; e < each; ++e) {
+    const unsigned char* const stored = w_down + static_cast<i64>(row) * row_stride + quarter * 16;
+    const unsigned char* const scale = s_down + static_cast<i64>(row) * scale_row_stride;
+    float total[2 * tiles] = {};  // rows 8 apart
+    bool taken[group];
+    u32x4 held[group][2 * tiles][steps];
+    u32 scales[group][2 * tiles][steps];
+    const auto load = [&](i32 g, i32 e) {
         const i32 slot = e * waves + wave();
-        const i64 route = token * MXFP4_TOP_K + slot;
-        const i64 expert = slot < MXFP4_TOP_K ? local_expert(ids, route, first, count) : -1;
-        u32x2 upper[steps], lower[steps];
-        u32 upper_scales[steps], lower_scales[steps];
-        const i64 begin = expert * expert_stride + static_cast<i64>(row) * row_stride + quarter * 8;
-        const i64 begin_scale = expert * scale_expert_stride + static_cast<i64>(row) * scale_row_stride;
+        const i64 expert = slot < MXFP4_TOP_K ? local_expert(ids, token * MXFP4_TOP_K + slot, first, count) : -1;
+        taken[g] = expert >= 0;  // the same in all lanes of a wave, which shares nothing with the others here
+        if (!taken[g]) return;
 #pragma unroll
-        for (i32 s = 0; s < steps; ++s) {
-            const u32x2 zero{0, 0};
-            const i64 offset = begin + s * 32, scales = begin_scale + s * 2;
-            upper[s] = expert >= 0 ? load8(w_down + offset) : zero;
-            lower[s] = expert >= 0 ? load8(w_down + offset + static_cast<i64>(8) * row_stride) : zero;
-            upper_scales[s] = expert >= 0 ? load2(s_down + scales) : 0;
-            lower_scales[s] = expert >= 0 ? load2(s_down + scales + static_cast<i64>(8) * scale_row_stride) : 0;
-        }
-        if (e == 0) wait_for_earlier_kernel();
-        if (expert < 0) continue;  // the same in all lanes of a wave, which shares nothing with the others here
-        const bf16* const source = hidden + route * MXFP4_WIDTH;
-        float largest = 0.0f;
-        for (i32 v = lane(); v < MXFP4_WIDTH / 8; v += 32) largest = maximum_number(largest, largest_of(load16(source + v * 8)));
-        const float scale = row_scale(wave_max(largest));
-        __syncwarp();
-        for (i32 v = lane(); v < MXFP4_WIDTH / 8; v += 32) {
-            u32x2 one, two;
-            split8(load16(source + v * 8), scale, one, two);
-            parts[wave()][0][v] = one, parts[wave()][1][v] = two;
-        }
-        __syncwarp();
-        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (i32 r = 0; r < 2 * tiles; ++r) {
+            const unsigned char* const from = stored + expert * expert_stride + static_cast<i64>(8 * r) * row_stride;
+            const unsigned char* const by = scale + expert * scale_expert_stride + static_cast<i64>(8 * r) * scale_row_stride;
 #pragma unroll
-        for (i32 s = 0; s < steps; ++s) {
-            u32x4 values{0, 0, 0, 0};
-            if (column < 2) values = load16(&parts[wave()][column][s * 8 + quarter * 2]);
-            multiply_span(sum, upper[s], lower[s], upper_scales[s], lower_scales[s], values);
+            for (i32 s = 0; s < steps; ++s) {
+                held[g][r][s] = load16_early(from + s * 64);
+                scales[g][r][s] = load4_early(by + s * 4);
+            }
         }
-        const float unit = weight_unit / scale;
-        const float share = when_bf16(MXFP4_COMBINE_BF16, weights[route]);
+    };
 #pragma unroll
-        for (i32 r = 0; r < 2; ++r) {
-            const float result = when_bf16(MXFP4_ROUTE_BF16, k3::fma(sum[2 * r + 1], second_unit, sum[2 * r]) * unit);
-            total[r] += when_bf16(MXFP4_COMBINE_BF16, result * share);
+    for (i32 g = 0; g < group; ++g) load(g, g);
+    wait_for_earlier_kernel();
+    bring<MXFP4_TOP_K * MXFP4_WIDTH / 32>(parts, hidden + token * (MXFP4_TOP_K * MXFP4_WIDTH / 32));
+#pragma unroll 1
+    for (i32 begin = 0; begin < each; begin += group) {
+#pragma unroll
+        for (i32 g = 0; g < group; ++g) {
+            const i32 slot = (begin + g) * waves + wave();
+            if (taken[g]) {
+                float sum[tiles][4] = {};
+#pragma unroll
+                for (i32 s = 0; s < steps; ++s) {
+                    const operand by = operand_of(parts + slot * (MXFP4_WIDTH / 32) + s * 4);
+#pragma unroll
+                    for (i32 t = 0; t < tiles; ++t) {
+                        multiply_span(sum[t], held[g][2 * t][s], held[g][2 * t + 1][s], scales[g][2 * t][s],
+                                      scales[g][2 * t + 1][s], by, two16);
+                    }
+                }
+                const float share = when_bf16(MXFP4_COMBINE_BF16, shares[token * MXFP4_TOP_K + slot]);
+#pragma unroll
+                for (i32 r = 0; r < 2 * tiles; ++r) {
+                    float result = k3::fma(sum[r / 2][r % 2 * 2], 256.0f, sum[r / 2][r % 2 * 2 + 1]);
+                    if constexpr (by_route) {
+                        result = when_bf16(MXFP4_ROUTE_BF16, group_sum<4>(result));
+                        total[r] += when_bf16(MXFP4_COMBINE_BF16, result * share);
+                    } else {
+                        total[r] = k3::fma(result, share, total[r]);
+                    }
+                }
+            }
+            load(g, begin + group + g);
         }
     }
-    if (quarter == 0) sums[wave()][lane() / 4] = total[0], sums[wave()][lane() / 4 + 8] = total[1];
+#pragma unroll
+    for (i32 r = 0; r < 2 * tiles; ++r) {
+        const float result = by_route ? total[r] : group_sum<4>(total[r]);
+        if (quarter == 0) sums[wave()][lane() / 4 + 8 * r] = result;
+    }
     barrier();
-    if (thread_x() >= tile) return;
+    if (thread_x() >= tiles * tile) return;
     float result = 0.0f;
 #pragma unroll
     for (i32 w = 0; w < waves; ++w) result += sums[w][thread_x()];
-    out[token * MXFP4_OUTER + block_y() * tile + thread_x()] = to_bf16(result);
+    out[token * MXFP4_OUTER + block_y() * tiles * tile + thread_x()] = to_bf16(result);
 }

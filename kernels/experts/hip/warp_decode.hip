@@ -2,8 +2,8 @@
 //
 //   warp_decode_gate_up   a wave owns one (or a few) rows of one route's intermediate: it streams x once for the gate
 //                         and the up row, keeps a private sum in every lane, and adds lanes up at the end
-//   warp_decode_down      a wave owns one (or a few) outputs of one token: it walks the token's experts and folds the
-//                         routing weights into one fp32 sum
+//   warp_decode_down      a wave owns one (or a few) outputs of one token: it walks the token's experts, one or a few side
+//                         by side, and folds the routing weights into one fp32 sum
 //
 // No shared memory, no barrier, no atomics; waves depend on nothing but their inputs. Lanes are added up by a butterfly
 // (shfl.sync.bfly on NVIDIA, data-parallel primitives on AMD). A route outside of the window is skipped in both: its
@@ -15,12 +15,17 @@
 //   WARP_DECODE_TOP_K      experts of a token
 //   WARP_DECODE_THREADS    threads of a workgroup: 8 waves in the published form
 //   WARP_DECODE_ROWS       outputs of a wave: 1 in the published form
-//   WARP_DECODE_GROUP      experts of which a wave of the down kernel has loads in flight together
+//   WARP_DECODE_LANES      lanes of the down kernel that read one expert's row together; the others read other experts'
+//   WARP_DECODE_GROUP      rounds of experts of which a wave of the down kernel has loads in flight together
 //   WARP_DECODE_UNROLL     vectors of 8 columns that a lane of the gate/up kernel has in flight together
 //   WARP_DECODE_IDS        i32 or i64: the type of ids
 //   WARP_DECODE_SITU, _LINEAR   1: SiTU instead of SiLU; the up half goes through a tanh of its own
 //   WARP_DECODE_PRODUCT_BF16, _COMPUTE_BF16, _ROUTE_BF16, _COMBINE_BF16   1: the model's roundings (op.py)
-//   WARP_DECODE_DEPENDENT  1: the down kernel may be launched while gate/up still runs (NVIDIA, sm_90 and later)
+//   WARP_DECODE_DEPENDENT  1: either kernel may be launched while the one before it still runs (NVIDIA, sm_90 and later);
+//                          the down kernel reads its first weights before it waits
+//
+// From block `ahead_from` on, a workgroup of gate/up ends by asking the L2 for `ahead_rows` rows of its expert's down matrix
+// (NVIDIA): memory is idle between the last weights of gate/up and the first of down, unless something else is asked for.
 //
 // Strides are in elements, of rows multiples of 8; pointers are 16-byte aligned; the columns of a row are contiguous.
 
@@ -35,11 +40,14 @@ typedef WARP_DECODE_IDS id_type;
 
 constexpr i32 rows = WARP_DECODE_ROWS;
 constexpr i32 waves = WARP_DECODE_THREADS / wave_size;
+constexpr i32 lanes = WARP_DECODE_LANES;
+constexpr i32 together = wave_size / lanes;  // experts that a wave of the down kernel reads side by side
 constexpr i32 group = WARP_DECODE_GROUP;
 constexpr i32 unroll = WARP_DECODE_UNROLL;
 
 static_assert(WARP_DECODE_INNER % 8 == 0 && WARP_DECODE_WIDTH % 8 == 0, "columns come in vectors of 8");
 static_assert(WARP_DECODE_THREADS % wave_size == 0, "WARP_DECODE_THREADS must be whole waves");
+static_assert(lanes > 0 && wave_size % lanes == 0, "lanes of an expert divide the wave");
 
 // The place of a route's expert in the weight stacks; negative outside of the window.
 K3_DEVICE i64 local_expert(const id_type* ids, i64 route, i32 first, i32 count) {
@@ -62,9 +70,31 @@ K3_DEVICE void wait_for_earlier_kernel() {
 K3_DEVICE void release_later_kernel() {
     if constexpr (WARP_DECODE_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
+K3_DEVICE void fetch_ahead(const bf16* address, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(bytes));
+}
+// Weights that are loaded before the wait. The assembler moves loads through the read-only path to behind it.
+K3_DEVICE u32x4 load16_early(const bf16* address) {
+    u32x4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(__cvta_generic_to_global(address)));
+    return v;
+}
+// What the kernel before wrote. The load is made where it stands: not in a branch for each expert, one after the other.
+K3_DEVICE u32x4 load16_written(const bf16* address) {
+    u32x4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(__cvta_generic_to_global(address)));
+    return v;
+}
 #else
+K3_DEVICE u32x4 load16_early(const bf16* address) { return load16_stream(address); }
+K3_DEVICE u32x4 load16_written(const bf16* address) { return load16(address); }
 K3_DEVICE void wait_for_earlier_kernel() {}
 K3_DEVICE void release_later_kernel() {}
+K3_DEVICE void fetch_ahead(const bf16*, u32) {}
 #endif
 
 }  // namespace
@@ -72,8 +102,10 @@ K3_DEVICE void release_later_kernel() {}
 // Grid: (routes, blocks of WAVES * ROWS rows of an expert).
 K3_KERNEL(WARP_DECODE_THREADS)
 warp_decode_gate_up(const bf16* x, i32 x_stride, const id_type* ids, i32 first, i32 count, const bf16* w_gate,
-                    const bf16* w_up, i32 expert_stride, i32 row_stride, float beta, float linear_beta, bf16* hidden) {
+                    const bf16* w_up, i32 expert_stride, i32 row_stride, const bf16* w_down, i32 down_expert_stride,
+                    i32 down_row_stride, i32 ahead_from, i32 ahead_rows, float beta, float linear_beta, bf16* hidden) {
     constexpr i32 vectors = WARP_DECODE_INNER / 8;
+    wait_for_earlier_kernel();
     release_later_kernel();
     const i64 route = block_x();
     const i64 expert = local_expert(ids, route, first, count);
@@ -112,6 +144,13 @@ warp_decode_gate_up(const bf16* x, i32 x_stride, const id_type* ids, i32 first, 
             }
         }
     }
+    if (wave() == 0 && block_y() >= ahead_from) {
+        const i32 begin_row = (block_y() - ahead_from) * ahead_rows;
+        for (i32 r = lane(); r < ahead_rows && begin_row + r < WARP_DECODE_OUTER; r += wave_size) {
+            const i64 offset = expert * down_expert_stride + static_cast<i64>(begin_row + r) * down_row_stride;
+            fetch_ahead(w_down + offset, WARP_DECODE_WIDTH * 2);
+        }
+    }
 #pragma unroll
     for (i32 r = 0; r < rows; ++r) {
         const float result =
@@ -126,68 +165,75 @@ K3_KERNEL(WARP_DECODE_THREADS)
 warp_decode_down(const bf16* hidden, const id_type* ids, const float* weights, i32 first, i32 count,
                  const bf16* w_down, i32 expert_stride, i32 row_stride, bf16* out) {
     constexpr i32 vectors = WARP_DECODE_WIDTH / 8;
-    constexpr i32 steps = (vectors + wave_size - 1) / wave_size;
+    constexpr i32 steps = (vectors + lanes - 1) / lanes;
+    constexpr i32 rounds = (WARP_DECODE_TOP_K + together - 1) / together;
     constexpr bool by_route = WARP_DECODE_ROUTE_BF16 || WARP_DECODE_COMBINE_BF16;  // lanes added up for each expert
-    wait_for_earlier_kernel();
+    release_later_kernel();
     const i64 token = block_x();
     const i32 row = (block_y() * waves + wave()) * rows;
-    if (row >= WARP_DECODE_OUTER) return;
+    const i32 column = lane() % lanes;
     float total[rows];
 #pragma unroll
     for (i32 r = 0; r < rows; ++r) total[r] = 0.0f;
 #pragma unroll 1
-    for (i32 j = 0; j < WARP_DECODE_TOP_K; j += group) {
+    for (i32 round = 0; round < rounds; round += group) {
         i64 expert[group];
-        float share[group];
-        u32x4 values[group][steps], matrix[group][rows][steps];
+        u32x4 matrix[group][rows][steps];
 #pragma unroll
         for (i32 g = 0; g < group; ++g) {
-            const bool there = WARP_DECODE_TOP_K % group == 0 || j + g < WARP_DECODE_TOP_K;
-            const i64 route = token * WARP_DECODE_TOP_K + j + g;
-            expert[g] = there ? local_expert(ids, route, first, count) : -1;
-            share[g] = expert[g] >= 0 ? weights[route] : 0.0f;
+            const i32 slot = (round + g) * together + lane() / lanes;
+            const bool there = WARP_DECODE_TOP_K % (together * group) == 0 || slot < WARP_DECODE_TOP_K;
+            expert[g] = there ? local_expert(ids, token * WARP_DECODE_TOP_K + slot, first, count) : -1;
 #pragma unroll
-            for (i32 s = 0; s < steps; ++s) {
-                const i32 at = lane() + s * wave_size;
-                const bool inside = expert[g] >= 0 && (vectors % wave_size == 0 || at < vectors);
-                const u32x4 zero{0, 0, 0, 0};
-                values[g][s] = inside ? load16(hidden + route * WARP_DECODE_WIDTH + at * 8) : zero;
+            for (i32 r = 0; r < rows; ++r) {
+                const bool here = expert[g] >= 0 && row + r < WARP_DECODE_OUTER;
+                const bf16* const begin = w_down + expert[g] * expert_stride + static_cast<i64>(row + r) * row_stride;
 #pragma unroll
-                for (i32 r = 0; r < rows; ++r) {
-                    const bool here = inside && (WARP_DECODE_OUTER % rows == 0 || row + r < WARP_DECODE_OUTER);
-                    const i64 offset = expert[g] * expert_stride + static_cast<i64>(row + r) * row_stride + at * 8;
-                    matrix[g][r][s] = here ? load16_stream(w_down + offset) : zero;
+                for (i32 s = 0; s < steps; ++s) {
+                    const i32 at = column + s * lanes;
+                    const u32x4 zero{0, 0, 0, 0};
+                    matrix[g][r][s] = here && (vectors % lanes == 0 || at < vectors) ? load16_early(begin + at * 8) : zero;
                 }
             }
         }
+        if (round == 0) wait_for_earlier_kernel();
 #pragma unroll
         for (i32 g = 0; g < group; ++g) {
+            // The rows of skipped experts are loaded and never written: what comes of them is put aside, not multiplied
+            // by zero.
+            const i32 slot = (round + g) * together + lane() / lanes;
+            const i64 route = token * WARP_DECODE_TOP_K + (slot < WARP_DECODE_TOP_K ? slot : 0);
+            const float share = weights[route];
             float sum[rows];
 #pragma unroll
             for (i32 r = 0; r < rows; ++r) sum[r] = 0.0f;
 #pragma unroll
             for (i32 s = 0; s < steps; ++s) {
+                const i32 at = column + s * lanes;
+                const bool inside = vectors % lanes == 0 || at < vectors;
+                const u32x4 zero{0, 0, 0, 0};
                 float input[8];
-                unpack8(values[g][s], input);
+                const u32x4 written = load16_written(hidden + route * WARP_DECODE_WIDTH + (inside ? at : 0) * 8);
+                unpack8(inside ? written : zero, input);
 #pragma unroll
                 for (i32 r = 0; r < rows; ++r) sum[r] = dot8(matrix[g][r][s], input, sum[r]);
             }
 #pragma unroll
             for (i32 r = 0; r < rows; ++r) {
                 if constexpr (by_route) {
-                    const float route = when_bf16(WARP_DECODE_ROUTE_BF16, wave_sum(sum[r]));
-                    const float weight = when_bf16(WARP_DECODE_COMBINE_BF16, share[g]);
-                    const float term = when_bf16(WARP_DECODE_COMBINE_BF16, route * weight);
-                    total[r] += expert[g] >= 0 ? term : 0.0f;
+                    const float route_sum = when_bf16(WARP_DECODE_ROUTE_BF16, group_sum<lanes>(sum[r]));
+                    const float weight = when_bf16(WARP_DECODE_COMBINE_BF16, share);
+                    const float term = when_bf16(WARP_DECODE_COMBINE_BF16, route_sum * weight);
+                    total[r] += expert[g] >= 0 && column == 0 ? term : 0.0f;
                 } else {
-                    total[r] = k3::fma(sum[r], share[g], total[r]);
+                    total[r] = expert[g] >= 0 ? k3::fma(sum[r], share, total[r]) : total[r];
                 }
             }
         }
     }
 #pragma unroll
     for (i32 r = 0; r < rows; ++r) {
-        const float result = by_route ? total[r] : wave_sum(total[r]);
+        const float result = wave_sum(total[r]);
         if (lane() == 0 && row + r < WARP_DECODE_OUTER) out[token * WARP_DECODE_OUTER + row + r] = to_bf16(result);
     }
 }
