@@ -53,6 +53,14 @@ MXFP4_LAYOUTS = [
         replace(_MXFP4, down_waves=waves, group=group, tiles=tiles)
         for waves, group, tiles in [(8, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (2, 2, 1), (8, 1, 2), (16, 1, 1)]
     ),
+    *(
+        replace(_MXFP4, gate_up_waves=waves, gate_up_ring=ring)
+        for waves, ring in [(4, 2), (4, 4), (8, 2), (8, 4), (16, 2), (4, 8)]
+    ),
+    *(
+        replace(_MXFP4, down_waves=waves, down_ring=ring)
+        for waves, ring in [(4, 2), (4, 4), (8, 1), (8, 2), (16, 1), (2, 4)]
+    ),
 ]
 """one of the two kernels changed at a time"""
 

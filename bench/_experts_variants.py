@@ -30,7 +30,7 @@ FEW = 8
 
 OURS = ("gate_up_routes", "down_tokens", "gate_up_experts", "down_experts", "combine_routes", "count_routes",
         "place_routes", "gate_up_sorted", "down_sorted", "warp_decode_gate_up", "warp_decode_down", "mxfp4_prepare",
-        "mxfp4_gate_up", "mxfp4_down")  # fmt: skip
+        "mxfp4_gate_up", "mxfp4_down", "mxfp4_ring_gate_up", "mxfp4_ring_down")  # fmt: skip
 """kernels that a call of ours may run, and no others"""
 
 

@@ -26,8 +26,6 @@ _ROWS_TOGETHER = 8
 """rows of a matrix that a workgroup reads"""
 _FAR = 1.12
 """routes an expert up to which a second read may come from memory again"""
-_IN_FLIGHT = 800
-"""workgroups of gate/up that run together, about"""
 _NAMES = tuple(inspect.signature(OP.reference).parameters)
 
 
@@ -73,14 +71,6 @@ def handed_over(named: Mapping[str, Any], facts: Facts, few: Few, aligned: Mappi
         return None
     hand_over("triton")
     return launch.experts(**named)
-
-
-def ahead(total: int, row_bytes: int, routes: int, blocks: int) -> tuple[int, int]:
-    """For about `total` bytes of rows of the down matrices to be fetched ahead: (block of gate/up from which on, rows
-    that each workgroup fetches). `blocks` workgroups a route, the last ones of which end last."""
-    last = min(blocks, -(-_IN_FLIGHT // max(1, routes)))
-    rows = total // (row_bytes * max(1, routes) * last)
-    return (blocks - last, rows) if rows else (blocks, 0)
 
 
 def defines(prefix: str, facts: Facts, ids: torch.dtype, **values: int) -> dict[str, str]:

@@ -48,8 +48,6 @@ class Layout:
     gate_up_dependent: bool = False
     down_dependent: bool = False
     """NVIDIA: the kernel is launched before the one before it ends"""
-    ahead_bytes: int = 0
-    """NVIDIA: bytes of the down matrices that gate/up has the L2 fetch at its end"""
 
     def lanes(self, width: int, wave_size: int) -> int:
         """Lanes that read one expert's row together."""
@@ -137,7 +135,6 @@ def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tenso
     out = x.new_empty((tokens, facts.outer))
     hidden = x.new_empty((routes, facts.width))
     blocks = -(-facts.width // (layout.gate_up_waves * layout.gate_up_rows))
-    ahead = hip_call.ahead(layout.ahead_bytes if facts.nvidia else 0, 2 * facts.width, routes, blocks)
     with torch.cuda.device(x.device):
         functions = _functions(facts, ids.dtype, layout, x.device)
         wave_size = load_target("auto").wave_size
@@ -147,7 +144,6 @@ def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tenso
             dependent=layout.gate_up_dependent and facts.nvidia,
             arguments=[
                 x, x.stride(0), ids, first, facts.experts, w_gate, w_up, w_gate.stride(0), w_gate.stride(1),
-                w_down, w_down.stride(0), w_down.stride(1), *ahead,
                 float(named["beta"]), float(named["linear_beta"]), hidden,
             ],
         )  # fmt: skip

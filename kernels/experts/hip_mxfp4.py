@@ -6,9 +6,9 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets import Target
 
-PATH = Path(__file__).parent / "hip" / "mxfp4_decode.hip"
-PREPARE, GATE_UP, DOWN = "mxfp4_prepare", "mxfp4_gate_up", "mxfp4_down"
-_PREPARING = 4
-"""waves of a workgroup of `mxfp4_prepare`"""
+_FOLDER = Path(__file__).parent / "hip"
+PATH, RING_PATH = _FOLDER / "mxfp4_decode.hip", _FOLDER / "mxfp4_ring.hip"
+PREPARE = "mxfp4_prepare"
 ARCHS = ("sm_90", "sm_100")
 TILE, SPAN, GROUP = 16, 128, 32
 """rows of a product, columns of a step, columns that have a scale together"""
 DIGITS = 80
 """bytes of a group of activations as digits"""
+GATE_UP_STAGE, DOWN_STAGE = 2176, 1088
+"""bytes of a stage of a ring: of gate/up, of down for each step"""
+_PREPARING = 4
+"""waves of a workgroup of `mxfp4_prepare`"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ class Layout:
     """tiles of 16 rows of a wave of down"""
     group: int = 2
     """experts of which a wave of down has loads in flight together"""
-    ahead_bytes: int = 0
-    """bytes of the down matrices that gate/up has the L2 fetch at its end"""
+    gate_up_ring: int = 0
+    """stages of shared memory that a wave of gate/up has in flight, instead of registers; 0: registers"""
+    down_ring: int = 0
 
 
 CHOSEN = Layout()
@@ -91,11 +95,20 @@ def layout_for(facts: Facts) -> Layout:
 
 
 def all_units(facts: Facts, ids: torch.dtype, layout: Layout) -> list[HipUnit]:
-    """The three launches of a layout."""
+    """The three launches of a layout: prepare, gate/up, down."""
+
+    def unit(symbol: str, waves: int, ring: int, stage: int, **own: int) -> HipUnit:
+        if ring:
+            own, symbol = {"RING": ring}, symbol.replace("mxfp4_", "mxfp4_ring_")
+        macros = hip_call.defines("MXFP4", facts, ids, WAVES=waves, **own)
+        return HipUnit(RING_PATH if ring else PATH, symbol, macros, dynamic_lds=waves * ring * stage)
+
     own = {"GROUP": layout.group, "TILES": layout.tiles, "OCCUPANCY": layout.occupancy}
-    macros = hip_call.defines("MXFP4", facts, ids, **own)
-    waves = {PREPARE: _PREPARING, GATE_UP: layout.gate_up_waves, DOWN: layout.down_waves}
-    return [HipUnit(PATH, symbol, {**macros, "MXFP4_WAVES": str(count)}) for symbol, count in waves.items()]
+    return [
+        unit(PREPARE, _PREPARING, 0, 0, **own),
+        unit("mxfp4_gate_up", layout.gate_up_waves, layout.gate_up_ring, GATE_UP_STAGE, **own),
+        unit("mxfp4_down", layout.down_waves, layout.down_ring, DOWN_STAGE * (facts.width // SPAN), **own),
+    ]
 
 
 def experts(*arguments: Any, **options: Any) -> Tensor:
@@ -116,29 +129,24 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
     out = x.new_empty((tokens, facts.outer))
     prepared = x.new_empty((tokens, -(-facts.inner // (8 * GROUP)) * 8, DIGITS), dtype=torch.uint8)
     hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
-    ahead = hip_call.ahead(layout.ahead_bytes, facts.width // 2, routes, blocks)
     with torch.cuda.device(x.device):
-        functions = _functions(facts, ids.dtype, layout, x.device)
-        functions[PREPARE](
+        launches = _launches(facts, ids.dtype, layout, x.device)
+        launches[0](
             grid=(tokens, -(-facts.inner // (8 * 32 * _PREPARING))),
             threads=32 * _PREPARING,
-            dependent=True,
             arguments=[x, x.stride(0), prepared],
         )
-        functions[GATE_UP](
+        launches[1](
             grid=(routes, blocks),
             threads=32 * layout.gate_up_waves,
-            dependent=True,
             arguments=[
                 prepared, ids, first, facts.experts, gate, up, gate.stride(0), gate.stride(1), s_gate, s_up,
-                s_gate.stride(0), s_gate.stride(1), down, down.stride(0), down.stride(1), *ahead,
-                float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
+                s_gate.stride(0), s_gate.stride(1), float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
             ],
         )  # fmt: skip
-        functions[DOWN](
-            grid=(tokens, facts.outer // (TILE * layout.tiles)),
+        launches[2](
+            grid=(tokens, facts.outer // (TILE * (1 if layout.down_ring else layout.tiles))),
             threads=32 * layout.down_waves,
-            dependent=True,
             arguments=[
                 hidden, ids, weights, first, facts.experts, down, down.stride(0), down.stride(1), s_down,
                 s_down.stride(0), s_down.stride(1), 1 << 16, out,
@@ -148,6 +156,8 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
 
 
 @cache
-def _functions(facts: Facts, ids: torch.dtype, layout: Layout, device: torch.device) -> Mapping[str, Any]:
-    """The kernels for these sizes, compiled and loaded on `device`, the current one."""
-    return {unit.symbol: loaded_function(unit) for unit in all_units(facts, ids, layout)}
+def _launches(facts: Facts, ids: torch.dtype, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
+    """The kernels for these sizes, compiled and loaded on `device`, the current one. Each is launched before the one
+    before it ends, and waits for it inside."""
+    units = all_units(facts, ids, layout)
+    return tuple(partial(loaded_function(u), dynamic_lds=u.dynamic_lds, dependent=True) for u in units)

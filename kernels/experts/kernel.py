@@ -24,7 +24,7 @@ _SOURCES = (
     _FOLDER.parent / "triton_math.py",
 )
 _HIP_SOURCES = (
-    *(_FOLDER / name for name in ("hip_call.py", "hip_kernel.py", "hip/activation.h")),
+    *(_FOLDER / name for name in ("hip_call.py", "hip_kernel.py", "hip/activation.h", "hip/mxfp4.h")),
     _FOLDER.parent / "portability.h",
 )
 _FLOOR_US = 6.0
@@ -139,6 +139,6 @@ KERNELS = (
         launch=hip_mxfp4.experts,
         units=hip_mxfp4.units,
         cost_us=_cost_us_of_few,
-        sources=(hip_mxfp4.PATH, _FOLDER / "hip_mxfp4.py", *_HIP_SOURCES, *_SOURCES),
+        sources=(hip_mxfp4.PATH, hip_mxfp4.RING_PATH, _FOLDER / "hip_mxfp4.py", *_HIP_SOURCES, *_SOURCES),
     ),
 )

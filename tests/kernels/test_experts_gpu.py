@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
 
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, launch
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, launch
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import Schedule, schedules_of
 
@@ -36,6 +37,16 @@ def by_path(path: str, case: Case) -> Schedule:
 
 def published(**arguments: Any) -> torch.Tensor:
     return hip_kernel.warp_decode(arguments, Facts.of(arguments, torch.version.hip is None), hip_kernel.PUBLISHED)
+
+
+RINGS = (
+    hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2),
+    hip_mxfp4.Layout(8, down_waves=2, gate_up_ring=1, down_ring=4),
+)
+
+
+def mxfp4(layout: hip_mxfp4.Layout, **arguments: Any) -> torch.Tensor:
+    return hip_mxfp4.mxfp4_decode(arguments, Facts.of(arguments, True), layout)
 
 
 def check(run: Run, case: Case, mode: str = "fewest") -> None:
@@ -86,10 +97,10 @@ def test_hip_source(run: Run, shape: dict[str, int], activation: str) -> None:
 @pytest.mark.parametrize(("shape", "activation"), [(K3, "situ"), (QWEN3, "silu"), (SMALL, "situ")])
 def test_mxfp4_on_matrix_units(shape: dict[str, int], activation: str) -> None:
     """As near to fp64 as the Triton kernels: the two parts of an activation hold all of its bits."""
-    for tokens in (1, 3):
+    for tokens, run in itertools.product((1, 3), (KERNELS[2].launch, *(functools.partial(mxfp4, r) for r in RINGS))):
         case = make_case(tokens, 4, **{"experts": 8, **shape}, format="mxfp4", activation=activation, device="cuda")
-        check(KERNELS[2].launch, case)
-        check(KERNELS[2].launch, case, "model" if activation == "situ" else "bf16")
+        check(run, case)
+        check(run, case, "model" if activation == "situ" else "bf16")
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")

@@ -10,7 +10,7 @@ from experts_cases import FEWEST, MODEL
 from test_experts_triton import K3_TP8, QWEN3, call
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
-from k3rewrite.kernels.experts import KERNELS, hip_kernel
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.targets import load_target
 
@@ -58,20 +58,29 @@ def test_the_published_form_in_ptx(target: str, layout: hip_kernel.Layout, tmp_p
             assert "bar.sync" not in text and ".shared" not in text and "atom." not in text and "red." not in text
 
 
+RING = hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2)
+
+
 @pytest.mark.parametrize("target", ["h200", "b200"])
 @pytest.mark.parametrize("dtypes", [FEWEST, MODEL])
-def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ring", [False, True])
+def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], ring: bool, tmp_path: Path) -> None:
     goal, kernel = load_target(target), KERNELS[2]
     for shape in (K3_TP8, QWEN3):
         arguments = call(1, shape, "mxfp4", dtypes)
         assert kernel.accepts(arguments, goal) is None
-        for unit in kernel.units(arguments, goal):
+        facts = Facts.of(arguments, nvidia=True)
+        units = hip_mxfp4.all_units(facts, torch.int64, RING) if ring else kernel.units(arguments, goal)
+        for unit in units:
             made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", kernel.name))
             if made.object is None:
                 pytest.skip(made.skipped)
             assert made.resources is not None and made.assembly is not None
-            assert made.resources.spills == 0 and made.resources.registers <= MOST_REGISTERS
-            assert "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in made.assembly.read_text()
+            assert made.resources.spills == 0 and made.resources.registers <= (80 if ring else MOST_REGISTERS)
+            assert made.resources.lds_bytes <= goal.lds_bytes_per_cu
+            own = made.assembly.read_text().partition(f".entry {unit.symbol}(")[2].partition(".entry ")[0]
+            product = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in own
+            assert own and product is (unit.symbol != hip_mxfp4.PREPARE)
 
 
 def test_what_mxfp4_takes() -> None:

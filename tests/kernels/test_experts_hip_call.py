@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,11 @@ from experts_cases import FEWEST, make_case
 from test_experts_triton import K3_TP8, QWEN3, call
 from torch import Tensor
 
+from k3rewrite.emit import Provenance, emit_unit
 from k3rewrite.kernels.experts import KERNELS, hip_call, hip_kernel, hip_mxfp4, launch
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.runs import noting, watching
+from k3rewrite.targets import load_target
 
 SIZES = {"experts": 8, "inner": 256, "width": 128, "outer": 64}
 TOP_K = 2
@@ -83,12 +88,51 @@ def test_lanes_that_read_a_row_together(width: int, wave: int, side_by_side: boo
     assert hip_kernel.Layout(side_by_side=side_by_side).lanes(width, wave) == lanes
 
 
-def test_what_is_fetched_ahead() -> None:
-    assert hip_call.ahead(0, 768, 16, 48) == (48, 0)
-    first, rows = hip_call.ahead(8 << 20, 768, 16, 48)
-    assert 0 <= first < 48 and 16 * (48 - first) * rows * 768 <= 8 << 20 and rows > 0
-    assert hip_call.ahead(1000, 768, 16, 48) == (48, 0), "less than a row for each workgroup"
-    assert hip_call.ahead(8 << 20, 768, 0, 48)[1] > 0, "no routes: nothing is launched, and nothing is divided by zero"
+LAUNCHED = [
+    (hip_kernel, "dense", hip_kernel.PUBLISHED),
+    (hip_kernel, "dense", hip_kernel.CHOSEN),
+    (hip_mxfp4, "mxfp4", hip_mxfp4.CHOSEN),
+    (hip_mxfp4, "mxfp4", hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2)),
+]
+
+
+@pytest.mark.parametrize(("module", "format", "layout"), LAUNCHED)
+def test_what_is_handed_to_a_kernel_is_what_it_declares(
+    module: Any, format: str, layout: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Addresses are 64 bits, all other arguments 32: the launcher passes them as they are."""
+    target = load_target("h200")
+    launched: dict[str, list[Any]] = {}
+    emitted: dict[str, Any] = {}
+
+    def loaded(unit: Any) -> Any:
+        made = emit_unit(unit, target, tmp_path, "experts", Provenance("experts", "hip"))
+        if made.object is None:
+            pytest.skip(made.skipped)
+        emitted[unit.symbol] = made
+
+        def launch(*, arguments: list[Any], grid: tuple[int, ...], threads: int, **options: Any) -> None:
+            launched[unit.symbol] = arguments
+            assert min(grid) > 0 and threads == made.resources.threads
+            assert options.get("dynamic_lds", 0) == unit.dynamic_lds
+
+        return launch
+
+    monkeypatch.setattr(module, "loaded_function", loaded)
+    monkeypatch.setattr(hip_kernel, "load_target", lambda name: target)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    named = arguments(format, 3)
+    decode = hip_kernel.warp_decode if module is hip_kernel else hip_mxfp4.mxfp4_decode
+    assert decode(named, Facts.of(named, nvidia=True), layout).shape == (3, SIZES["outer"])
+    assert len(launched) == (2 if module is hip_kernel else 3)
+    for symbol, given in launched.items():
+        declared = re.findall(rf"\.param \.([a-z]+\d+)[^,)]* {symbol}_param_\d+", emitted[symbol].assembly.read_text())
+        bits = ["64" if isinstance(value, Tensor) else "32" for value in given]
+        assert [kind[-2:] for kind in declared] == bits, symbol
+        assert [kind for kind, value in zip(declared, given, strict=True) if isinstance(value, float)] in (
+            [],
+            ["f32", "f32"],
+        )
 
 
 def test_how_many_tokens_are_few() -> None:

@@ -24,9 +24,6 @@
 //   WARP_DECODE_DEPENDENT  1: either kernel may be launched while the one before it still runs (NVIDIA, sm_90 and later);
 //                          the down kernel reads its first weights before it waits
 //
-// From block `ahead_from` on, a workgroup of gate/up ends by asking the L2 for `ahead_rows` rows of its expert's down matrix
-// (NVIDIA): memory is idle between the last weights of gate/up and the first of down, unless something else is asked for.
-//
 // Strides are in elements, of rows multiples of 8; pointers are 16-byte aligned; the columns of a row are contiguous.
 
 #include "activation.h"
@@ -70,9 +67,6 @@ K3_DEVICE void wait_for_earlier_kernel() {
 K3_DEVICE void release_later_kernel() {
     if constexpr (WARP_DECODE_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-K3_DEVICE void fetch_ahead(const bf16* address, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(bytes));
-}
 // Weights that are loaded before the wait. The assembler moves loads through the read-only path to behind it.
 K3_DEVICE u32x4 load16_early(const bf16* address) {
     u32x4 v;
@@ -94,7 +88,6 @@ K3_DEVICE u32x4 load16_early(const bf16* address) { return load16_stream(address
 K3_DEVICE u32x4 load16_written(const bf16* address) { return load16(address); }
 K3_DEVICE void wait_for_earlier_kernel() {}
 K3_DEVICE void release_later_kernel() {}
-K3_DEVICE void fetch_ahead(const bf16*, u32) {}
 #endif
 
 }  // namespace
@@ -102,8 +95,7 @@ K3_DEVICE void fetch_ahead(const bf16*, u32) {}
 // Grid: (routes, blocks of WAVES * ROWS rows of an expert).
 K3_KERNEL(WARP_DECODE_THREADS)
 warp_decode_gate_up(const bf16* x, i32 x_stride, const id_type* ids, i32 first, i32 count, const bf16* w_gate,
-                    const bf16* w_up, i32 expert_stride, i32 row_stride, const bf16* w_down, i32 down_expert_stride,
-                    i32 down_row_stride, i32 ahead_from, i32 ahead_rows, float beta, float linear_beta, bf16* hidden) {
+                    const bf16* w_up, i32 expert_stride, i32 row_stride, float beta, float linear_beta, bf16* hidden) {
     constexpr i32 vectors = WARP_DECODE_INNER / 8;
     wait_for_earlier_kernel();
     release_later_kernel();
@@ -142,13 +134,6 @@ warp_decode_gate_up(const bf16* x, i32 x_stride, const id_type* ids, i32 first, 
                 gate[r] = dot8(one[u][r], values, gate[r]);
                 up[r] = dot8(other[u][r], values, up[r]);
             }
-        }
-    }
-    if (wave() == 0 && block_y() >= ahead_from) {
-        const i32 begin_row = (block_y() - ahead_from) * ahead_rows;
-        for (i32 r = lane(); r < ahead_rows && begin_row + r < WARP_DECODE_OUTER; r += wave_size) {
-            const i64 offset = expert * down_expert_stride + static_cast<i64>(begin_row + r) * down_row_stride;
-            fetch_ahead(w_down + offset, WARP_DECODE_WIDTH * 2);
         }
     }
 #pragma unroll
