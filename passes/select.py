@@ -65,7 +65,8 @@ class SelectPass(Pass):
 
 def choose(node: Node, op_name: str, context: PassContext, language: Language = "auto") -> tuple[Kernel | None, str]:
     """The kernel for a node and why, or None and the objections of all kernels of the op."""
-    offers = context.offers(op_name, bound_arguments(node))
+    arguments = bound_arguments(node)
+    offers = context.offers(op_name, arguments)
     wanted = [(k, us) for k, us in offers.taking if language in ("auto", k.language)]
     others = [f"{k.name}: the pipeline asks for {language}" for k, us in offers.taking if (k, us) not in wanted]
     objections = [*offers.objections, *others]
@@ -73,4 +74,5 @@ def choose(node: Node, op_name: str, context: PassContext, language: Language = 
         return None, "; ".join(objections)
     best, estimate = min(wanted, key=lambda offer: offer[1])
     rest = [f"{k.name} {us:.2f} us" for k, us in wanted if k is not best] + objections
-    return best, f"{best.name} {estimate:.2f} us" + (f" (others: {'; '.join(rest)})" if rest else "")
+    paths = f": {best.paths(arguments, context.target)}" if best.paths else ""
+    return best, f"{best.name} {estimate:.2f} us{paths}" + (f" (others: {'; '.join(rest)})" if rest else "")

@@ -7,6 +7,7 @@ triton_sorted.py   many tokens: the expert-centric path
 hip_kernel.py      few tokens in HIP C++ (hip/)       hip_mxfp4.py       few tokens, MXFP4, NVIDIA
 hip_call.py        what the two share: how many tokens are few, and handing the others over
 plan.py            a call as a list of launches       launch.py      running them on tensors
+paths.py           which path serves which number of tokens, in words
 accept.py          what they do not take              kernel.py      their description for `select` and the emitter
 """
 

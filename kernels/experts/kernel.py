@@ -12,6 +12,7 @@ from torch import Tensor
 from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, launch
 from k3rewrite.kernels.experts.accept import accepts
 from k3rewrite.kernels.experts.op import OP
+from k3rewrite.kernels.experts.paths import described
 from k3rewrite.kernels.experts.plan import DOWN_WEIGHTS, NAMES, PARAMETER, WEIGHTS, Facts, Step, plan
 from k3rewrite.kernels.experts.schedule import LADDER, Schedule, schedules_of
 from k3rewrite.ops.kernel import Kernel, TritonUnit
@@ -42,6 +43,19 @@ def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
 def _cost_us_of_few(arguments: Mapping[str, Any], target: Target) -> float:
     """On one H200, from 1 to 8 tokens: 85 to 96 % of the fastest read, Triton's routes 42 to 60 %."""
     return 0.95 * _cost_us(arguments, target)
+
+
+def _paths(arguments: Mapping[str, Any], target: Target) -> str:
+    return described(Facts.of(arguments, target.vendor == "nvidia"), target.arch)
+
+
+def _warp_decode_paths(arguments: Mapping[str, Any], target: Target) -> str:
+    facts = Facts.of(arguments, target.vendor == "nvidia")
+    return described(facts, target.arch, "warp decode", hip_kernel.FEW.takes)
+
+
+def _mxfp4_paths(arguments: Mapping[str, Any], target: Target) -> str:
+    return described(Facts.of(arguments, True), target.arch, "integer matrix units", hip_mxfp4.FEW.takes)
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
@@ -120,6 +134,7 @@ KERNELS = (
         units=units,
         cost_us=_cost_us,
         sources=_SOURCES,
+        paths=_paths,
     ),
     Kernel(
         name="experts.hip",
@@ -130,6 +145,7 @@ KERNELS = (
         units=hip_kernel.units,
         cost_us=_cost_us_of_few,
         sources=(hip_kernel.PATH, *_HIP_SOURCES, *_SOURCES),
+        paths=_warp_decode_paths,
     ),
     Kernel(
         name="experts.mxfp4",
@@ -140,5 +156,6 @@ KERNELS = (
         units=hip_mxfp4.units,
         cost_us=_cost_us_of_few,
         sources=(hip_mxfp4.PATH, hip_mxfp4.RING_PATH, _FOLDER / "hip_mxfp4.py", *_HIP_SOURCES, *_SOURCES),
+        paths=_mxfp4_paths,
     ),
 )

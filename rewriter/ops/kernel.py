@@ -77,6 +77,7 @@ class Kernel:
         takes in_place=True: results go into the declared arguments and are not returned.
     units(arguments, target) -> what to compile ahead of time for such a call.
     cost_us(arguments, target) -> estimated microseconds; the cheapest accepting kernel is chosen.
+    paths(arguments, target) -> of a kernel that looks at sizes when it is called: what it runs for which, in words.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Kernel:
     cost_us: Callable[[Mapping[str, Any], Target], float]
     sources: tuple[Path, ...]
     """every file whose text decides what this kernel computes"""
+    paths: Callable[[Mapping[str, Any], Target], str] | None = None
 
     @property
     def source_hash(self) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from experts_cases import BF16, FP32
-from test_experts_triton import K3_TP8, KERNEL, call
+from test_experts_triton import K3_TP8, KERNEL, QWEN3, call
 
+from k3rewrite.kernels.experts import KERNELS
 from k3rewrite.targets import load_target
 
 
@@ -48,3 +49,16 @@ def test_widths_and_targets() -> None:
     assert "has no kernels" in str(KERNEL.accepts(call(4, K3_TP8, "dense"), cpu))
     assert KERNEL.accepts(call(4, (2, 2048, 64, 32, 64), "dense"), h200) is None
     assert "2049 experts; 1 to 2048 are taken" in str(KERNEL.accepts(call(4, (2, 2049, 64, 32, 64), "dense"), h200))
+
+
+def test_the_report_says_what_runs_for_which_numbers_of_tokens() -> None:
+    def paths(kernel: int, shape: tuple[int, int, int, int, int], format: str, target: str = "h200") -> str:
+        described = KERNELS[kernel].paths
+        assert described is not None
+        return described(call(1, shape, format), load_target(target))
+
+    assert paths(1, QWEN3, "dense") == "to 12 tokens warp decode, to 128 tokens shared reads, more sorted"
+    assert paths(1, K3_TP8, "dense") == "to 23 tokens warp decode, to 64 tokens shared reads, more sorted"
+    assert paths(2, K3_TP8, "mxfp4") == "to 89 tokens integer matrix units, more sorted"
+    assert paths(0, QWEN3, "dense") == "to 128 tokens shared reads, more sorted"
+    assert paths(0, K3_TP8, "dense", "mi355x").startswith("to 1")
