@@ -214,6 +214,58 @@ K3_DEVICE void store16(T* address, const u32x4& value) {
 #endif
 }
 
+// ---------------------------------------------------------------------------------------------- launches that overlap
+//
+// NVIDIA, sm_90 and later: a kernel that was launched as dependent may start while the one before it still runs. Until
+// it has waited it may load what no kernel writes, weights say. Elsewhere a kernel starts when the one before it ends.
+
+template <bool Dependent>
+K3_DEVICE void wait_for_earlier_kernel() {
+#if K3_NVIDIA
+    if constexpr (Dependent) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The kernel after this one may be launched once all workgroups have come here.
+template <bool Dependent>
+K3_DEVICE void release_later_kernel() {
+#if K3_NVIDIA
+    if constexpr (Dependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+struct alignas(8) u32x2 {
+    u32 x, y;
+};
+
+// Loads that are made where they stand, before a wait or a preparation that they do not depend on. The assembler would
+// move loads through the read-only path (.nc) to behind it.
+template <typename T>
+K3_DEVICE u32x4 load16_early(const T* address) {
+#if K3_NVIDIA
+    u32x4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(__cvta_generic_to_global(address)));
+    return v;
+#else
+    return load16_stream(address);
+#endif
+}
+
+// What the kernel before wrote. The load is made where it stands: not in several branches, one after the other.
+template <typename T>
+K3_DEVICE u32x4 load16_written(const T* address) {
+#if K3_NVIDIA
+    u32x4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(__cvta_generic_to_global(address)));
+    return v;
+#else
+    return load16(address);
+#endif
+}
+
 // Eight bf16 in 16 bytes, in memory order.
 K3_DEVICE void unpack8(const u32x4& packed, float (&values)[8]) {
     values[0] = low_to_float(packed.x), values[1] = high_to_float(packed.x);

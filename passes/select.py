@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from k3rewrite.errors import UnsupportedError
 from k3rewrite.graph.arguments import bound_arguments
+from k3rewrite.graph.cost import node_value
 from k3rewrite.graph.provenance import module_path, source_line
 from k3rewrite.ops.binding import KERNEL_KEY, REASON_KEY, bind
 from k3rewrite.ops.kernel import Kernel
@@ -65,7 +66,7 @@ class SelectPass(Pass):
 
 def choose(node: Node, op_name: str, context: PassContext, language: Language = "auto") -> tuple[Kernel | None, str]:
     """The kernel for a node and why, or None and the objections of all kernels of the op."""
-    arguments = bound_arguments(node)
+    arguments = {name: node_value(value) for name, value in bound_arguments(node).items()}
     offers = context.offers(op_name, arguments)
     wanted = [(k, us) for k, us in offers.taking if language in ("auto", k.language)]
     others = [f"{k.name}: the pipeline asks for {language}" for k, us in offers.taking if (k, us) not in wanted]

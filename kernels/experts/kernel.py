@@ -26,7 +26,7 @@ _SOURCES = (
 )
 _HIP_SOURCES = (
     *(_FOLDER / name for name in ("hip_call.py", "hip_kernel.py", "hip/activation.h", "hip/mxfp4.h")),
-    _FOLDER.parent / "portability.h",
+    *(_FOLDER.parent / name for name in ("portability.h", "nvidia.h")),
 )
 _FLOOR_US = 6.0
 """two launches, the second overlapping the first; not measured yet"""

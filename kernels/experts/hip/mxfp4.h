@@ -1,5 +1,5 @@
 // What the MXFP4 kernels for NVIDIA's integer matrix units (sm_90 and later) have in common: weights as integers,
-// activations as digits, and their product.
+// activations as digits, and their product. AMD's matrix units take MXFP4 and its scales as they are.
 //
 // The 8-bit floating point product of mma.sync is taken apart into fp16 ones on sm_90; the integer product is not, and
 // a 4-bit weight is an integer there: twice its value is one of 0, 1, 2, 3, 4, 6, 8, 12 and their negatives. A byte
@@ -19,11 +19,8 @@
 #pragma once
 
 #include "activation.h"
+#include "nvidia.h"
 #include "portability.h"
-
-#if !K3_NVIDIA
-#error "mxfp4.h is for NVIDIA: AMD's matrix units take MXFP4 and its scales as they are"
-#endif
 
 namespace k3 {
 
@@ -34,6 +31,7 @@ constexpr i32 threads = waves * 32;
 constexpr i32 span = 128;  // columns of a step: four scale groups
 constexpr i32 tile = 16;   // rows of a product
 constexpr i32 prepared = (MXFP4_INNER / 32 + 7) / 8 * 8;  // groups of a prepared token: whole waves
+constexpr bool dependent = MXFP4_DEPENDENT;
 constexpr i32 origin = 0x4b400000;  // 1.5 * 2^23: adding an integer to these bits adds it to the number
 constexpr float origin_value = 12582912.0f;
 
@@ -48,82 +46,28 @@ struct alignas(16) digits {
 };
 static_assert(sizeof(digits) == 80, "as hip_mxfp4.py allocates it");
 
-// Weights and scales are loaded before what they do not depend on, a wait or the preparation of activations. The
-// assembler would move loads through the read-only path (.nc) to behind it.
-K3_DEVICE u32x4 load16_early(const unsigned char* address) {
-    u32x4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(__cvta_generic_to_global(address)));
-    return v;
-}
-K3_DEVICE u32 load4_early(const unsigned char* address) {
-    u32 v;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(address)));
-    return v;
-}
-struct u32x2 {
-    u32 x, y;
-};
-K3_DEVICE u32x2 load8_early(const unsigned char* address) {
-    u32x2 v;
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(__cvta_generic_to_global(address)));
-    return v;
-}
-// 16 bytes from global to shared memory, there after `arrived` and a barrier.
-K3_DEVICE void bring16(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;"
-        ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-K3_DEVICE void arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-K3_DEVICE void wait_for_earlier_kernel() {
-    if constexpr (MXFP4_DEPENDENT) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-K3_DEVICE void release_later_kernel() {
-    if constexpr (MXFP4_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 K3_DEVICE i64 local_expert(const id_type* ids, i64 route, i32 first, i32 count) {
     const i64 expert = static_cast<i64>(ids[route]) - first;
     return expert < count ? expert : -1;
 }
 
-// __byte_perm would clear the selectors' top bits.
-K3_DEVICE u32 lookup(u32 low, u32 high, u32 selectors) {
-    u32 bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
-    return bytes;
-}
-
 // 12 plus twice the value, as bytes, of the four codes in the low half of a word; `turned` are the codes with the other sign.
 K3_DEVICE u32 four_weights(u32 codes, u32 turned) {
-    return lookup(0x0f0e0d0cu, 0x18141210u, codes) | lookup(0x090a0b0cu, 0x00040608u, turned);
+    return permute_bytes(0x0f0e0d0cu, 0x18141210u, codes) | permute_bytes(0x090a0b0cu, 0x00040608u, turned);
 }
 
-K3_DEVICE void multiply(i32 (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// The upper half of a word. The integer pipe is the busy one here, so this is a product: `two16` is 2^16, and the compiler
-// must not know.
-K3_DEVICE u32 upper_half(u32 word, u32 two16) {
-    u32 half;
-    asm("mul.hi.u32 %0, %1, %2;" : "=r"(half) : "r"(word), "r"(two16));
-    return half;
-}
-
+// The integer pipe is the busy one here, so the upper halves of words are products: `two16` is 2^16, and the compiler must
+// not know.
 K3_DEVICE void multiply_words(i32 (&sum)[4], u32 upper, u32 lower, u32 b0, u32 b1, u32 two16) {
     const u32 turned_upper = upper ^ 0x88888888u, turned_lower = lower ^ 0x88888888u;
-    multiply(sum, four_weights(upper, turned_upper), four_weights(lower, turned_lower),
-             four_weights(upper_half(upper, two16), upper_half(turned_upper, two16)),
-             four_weights(upper_half(lower, two16), upper_half(turned_lower, two16)), b0, b1);
+    multiply_bytes(sum, four_weights(upper, turned_upper), four_weights(lower, turned_lower),
+                   four_weights(high_product(upper, two16), high_product(turned_upper, two16)),
+                   four_weights(high_product(lower, two16), high_product(turned_lower, two16)), b0, b1);
 }
 
 // The E8M0 byte of the lane's own group as a float.
 K3_DEVICE float scale_of(u32 four_groups) {
-    return bit_cast<float>(lookup(four_groups, 0u, 0x0444u | static_cast<u32>(lane() % 4) << 12) >> 1);
+    return bit_cast<float>(permute_bytes(four_groups, 0u, 0x0444u | static_cast<u32>(lane() % 4) << 12) >> 1);
 }
 
 // One lane's part of 128 columns of activations, from shared memory.
@@ -175,7 +119,7 @@ K3_DEVICE u32 integer_of(float value, u32 exponent) {
 
 K3_DEVICE u32 bytes_of(const u32 (&from)[4], u32 byte) {
     const u32 selector = byte | (byte + 4) << 4;
-    return __byte_perm(__byte_perm(from[0], from[1], selector), __byte_perm(from[2], from[3], selector), 0x5410);
+    return permute_bytes(permute_bytes(from[0], from[1], selector), permute_bytes(from[2], from[3], selector), 0x5410);
 }
 
 // Eight activations of a group; the four lanes of a quad have the group.
@@ -204,8 +148,8 @@ K3_DEVICE void split8(const u32x4& packed, digits& to) {
         }
         const u32 high = bytes_of(raised, 1), low = bytes_of(integers, 0);
         to.digit[0][2 * (lane() % 4) + half] = high, to.digit[1][2 * (lane() % 4) + half] = low;
-        sums[0] = __dp4a(static_cast<i32>(high), 0x01010101, sums[0]);
-        sums[1] = __dp4a(static_cast<i32>(low), 0x01010101, sums[1]);
+        sums[0] = add_bytes(high, sums[0]);
+        sums[1] = add_bytes(low, sums[1]);
     }
 #pragma unroll
     for (i32 d = 0; d < 2; ++d) {
@@ -220,12 +164,12 @@ K3_DEVICE void split8(const u32x4& packed, digits& to) {
 
 // One activation a lane, a group a wave.
 K3_DEVICE void split1(float value, digits& to) {
-    const u32 largest = __reduce_max_sync(0xffffffffu, bit_cast<u32>(value) & 0x7fffffffu);
+    const u32 largest = wave_max_of_bits(bit_cast<u32>(value) & 0x7fffffffu);
     const u32 exponent = exponent_of(largest), integer = integer_of(value, exponent);
     const i32 low = static_cast<signed char>(integer & 0xffu), high = static_cast<signed char>((integer + 128) >> 8 & 0xffu);
     reinterpret_cast<signed char*>(to.digit[0])[lane()] = static_cast<signed char>(high);
     reinterpret_cast<signed char*>(to.digit[1])[lane()] = static_cast<signed char>(low);
-    const i32 sum_high = __reduce_add_sync(0xffffffffu, high), sum_low = __reduce_add_sync(0xffffffffu, low);
+    const i32 sum_high = wave_sum_of_integers(high), sum_low = wave_sum_of_integers(low);
     if (lane() == 0) {
         to.start[0] = origin - 12 * sum_high, to.start[1] = origin - 12 * sum_low;
         to.unit = unit_of(largest, exponent);

@@ -25,6 +25,7 @@
 // `two16` is 2^16.
 
 #include "mxfp4.h"
+#include "nvidia.h"
 #include "portability.h"
 
 namespace {
@@ -37,9 +38,9 @@ template <i32 Count>
 K3_DEVICE void bring(digits* to, const digits* from) {
 #pragma unroll
     for (i32 at = thread_x(); at < Count * 5; at += threads) {
-        bring16(reinterpret_cast<u32x4*>(to) + at, reinterpret_cast<const u32x4*>(from) + at);
+        copy16(reinterpret_cast<u32x4*>(to) + at, reinterpret_cast<const u32x4*>(from) + at);
     }
-    arrived();
+    wait_for_all_copies();
     barrier();
 }
 
@@ -49,8 +50,8 @@ K3_DEVICE void bring(digits* to, const digits* from) {
 K3_KERNEL(threads)
 mxfp4_prepare(const bf16* x, i32 x_stride, digits* made) {
     constexpr i32 vectors = MXFP4_INNER / 8;
-    wait_for_earlier_kernel();
-    release_later_kernel();
+    wait_for_earlier_kernel<dependent>();
+    release_later_kernel<dependent>();
     const i32 vector = block_y() * threads + thread_x();
     if (vector - lane() >= vectors) return;
     const i64 token = block_x();
@@ -68,11 +69,11 @@ mxfp4_gate_up(
     constexpr i32 parts = (waves + 3) / 4;
     __shared__ digits groups[MXFP4_INNER / 32];
     __shared__ float sums[parts][2][2 * tile];
-    release_later_kernel();
+    release_later_kernel<dependent>();
     const i64 route = block_x();
     const i64 expert = local_expert(ids, route, first, count);
     if (expert < 0) {
-        wait_for_earlier_kernel();  // whatever is launched next must not run beside what came before
+        wait_for_earlier_kernel<dependent>();  // whatever is launched next must not run beside what came before
         return;
     }
     // A wave takes 16 of the 32 rows of one of the two matrices, and every `parts`th pair of steps.
@@ -94,7 +95,7 @@ mxfp4_gate_up(
         to[0] = load8_early(scale + pair * 8), to[1] = load8_early(scale + scale_down8 + pair * 8);
     };
     if (part < pairs) load_scales(scales, part), load(part, 0), load(part, 1);
-    wait_for_earlier_kernel();
+    wait_for_earlier_kernel<dependent>();
     bring<MXFP4_INNER / 32>(groups, x + route / MXFP4_TOP_K * prepared);
 
     float total[4] = {};
@@ -140,7 +141,7 @@ mxfp4_down(
     constexpr bool by_route = MXFP4_ROUTE_BF16 || MXFP4_COMBINE_BF16;  // lanes added up for each expert
     __shared__ digits parts[MXFP4_TOP_K * MXFP4_WIDTH / 32];
     __shared__ float sums[waves][tiles * tile];
-    release_later_kernel();
+    release_later_kernel<dependent>();
     const i64 token = block_x();
     const i32 row = block_y() * tiles * tile + lane() / 4;
     const i32 quarter = lane() % 4;
@@ -168,7 +169,7 @@ mxfp4_down(
     };
 #pragma unroll
     for (i32 g = 0; g < group; ++g) load(g, g);
-    wait_for_earlier_kernel();
+    wait_for_earlier_kernel<dependent>();
     bring<MXFP4_TOP_K * MXFP4_WIDTH / 32>(parts, hidden + token * (MXFP4_TOP_K * MXFP4_WIDTH / 32));
 #pragma unroll 1
     for (i32 begin = 0; begin < each; begin += group) {

@@ -11,6 +11,7 @@
 // `mxfp4_prepare` is that file's.
 
 #include "mxfp4.h"
+#include "nvidia.h"
 #include "portability.h"
 
 namespace {
@@ -31,22 +32,12 @@ using down_stage = stage<2 * down_steps, down_steps>;
 static_assert(sizeof(gate_up_stage) == 2176, "as hip_mxfp4.py counts it");
 static_assert(sizeof(down_stage) == (1024 + 64) * down_steps, "as hip_mxfp4.py counts it");
 
-extern __shared__ u32x4 room[];
+K3_DYNAMIC_SHARED(u32x4, room);
 
-K3_DEVICE u32 shared_address(const void* address) { return static_cast<u32>(__cvta_generic_to_shared(address)); }
-// Once through the L2: weights are read by one wave.
-K3_DEVICE void fetch16(void* to, const unsigned char* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-// Through the nearest cache: the next stage's scales are often in the same sector.
-K3_DEVICE void fetch4(void* to, const unsigned char* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-K3_DEVICE void stage_is_asked_for() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // The oldest stage is there: a lane knows of its own copies only, so the lanes meet.
 K3_DEVICE void wait_for_oldest_stage() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(ring - 1) : "memory");
-    __syncwarp();
+    wait_for_copies_but<ring - 1>();
+    wave_barrier();
 }
 
 // Digits come after what is in flight has been asked for, and are not one of its groups.
@@ -72,11 +63,11 @@ mxfp4_ring_gate_up(
     __shared__ digits groups[MXFP4_INNER / 32];
     __shared__ float sums[parts][2][2 * tile];
     gate_up_stage* const stages = reinterpret_cast<gate_up_stage*>(room) + wave() * ring;
-    release_later_kernel();
+    release_later_kernel<dependent>();
     const i64 route = block_x();
     const i64 expert = local_expert(ids, route, first, count);
     if (expert < 0) {
-        wait_for_earlier_kernel();  // whatever is launched next must not run beside what came before
+        wait_for_earlier_kernel<dependent>();  // whatever is launched next must not run beside what came before
         return;
     }
     // A wave takes 16 of the 32 rows of one of the two matrices, and every `parts`th pair of steps.
@@ -94,15 +85,15 @@ mxfp4_ring_gate_up(
             gate_up_stage& to = stages[n % ring];
 #pragma unroll
             for (i32 v = 0; v < 4; ++v) {
-                fetch16(&to.weights[v][lane()], stored + (v % 2 == 0 ? 0 : down8) + pair * 128 + v / 2 * 64);
+                copy16_once(&to.weights[v][lane()], stored + (v % 2 == 0 ? 0 : down8) + pair * 128 + v / 2 * 64);
             }
-            fetch4(&to.scales[lane() / 2][lane() % 2], scale + pair * 8);
+            copy4(&to.scales[lane() / 2][lane() % 2], scale + pair * 8);
         }
-        stage_is_asked_for();  // also an empty one: stages are counted
+        close_group_of_copies();  // also an empty one: stages are counted
     };
 #pragma unroll
     for (i32 n = 0; n < ring; ++n) fetch(n);
-    wait_for_earlier_kernel();
+    wait_for_earlier_kernel<dependent>();
     bring_digits<MXFP4_INNER / 32>(groups, x + route / MXFP4_TOP_K * prepared);
 
     float total[4] = {};
@@ -116,7 +107,7 @@ mxfp4_ring_gate_up(
             multiply_span(total, from.weights[2 * s][lane()], from.weights[2 * s + 1][lane()], from.scales[lane() / 4][s],
                           from.scales[lane() / 4 + 8][s], by, two16);
         }
-        __syncwarp();  // every lane has read the scales
+        wave_barrier();  // every lane has read the scales
         fetch(n + ring);
     }
     const float one = group_sum<4>(k3::fma(total[0], 256.0f, total[1]));
@@ -146,7 +137,7 @@ mxfp4_ring_down(
     __shared__ digits parts[MXFP4_TOP_K * MXFP4_WIDTH / 32];
     __shared__ float sums[waves][tile];
     down_stage* const stages = reinterpret_cast<down_stage*>(room) + wave() * ring;
-    release_later_kernel();
+    release_later_kernel<dependent>();
     const i64 token = block_x();
     const i32 first_row = block_y() * tile, row = first_row + lane() / 4;
     const i32 quarter = lane() % 4;
@@ -166,18 +157,18 @@ mxfp4_ring_down(
             const unsigned char* const by = scale + expert * scale_expert_stride;
 #pragma unroll
             for (i32 v = 0; v < 2 * down_steps; ++v) {
-                fetch16(&to.weights[v][lane()], from + (v % 2 == 0 ? 0 : down8) + v / 2 * 64);
+                copy16_once(&to.weights[v][lane()], from + (v % 2 == 0 ? 0 : down8) + v / 2 * 64);
             }
             for (i32 word = lane(); word < tile * down_steps; word += 32) {
                 const i32 r = word / down_steps, s = word % down_steps;
-                fetch4(&to.scales[r][s], by + static_cast<i64>(r) * scale_row_stride + s * 4);
+                copy4(&to.scales[r][s], by + static_cast<i64>(r) * scale_row_stride + s * 4);
             }
         }
-        stage_is_asked_for();
+        close_group_of_copies();
     };
 #pragma unroll
     for (i32 n = 0; n < ring; ++n) fetch(n);
-    wait_for_earlier_kernel();
+    wait_for_earlier_kernel<dependent>();
     bring_digits<MXFP4_TOP_K * MXFP4_WIDTH / 32>(parts, hidden + token * (MXFP4_TOP_K * MXFP4_WIDTH / 32));
 
     float total[2] = {0.0f, 0.0f};
@@ -206,7 +197,7 @@ mxfp4_ring_down(
                 }
             }
         }
-        __syncwarp();
+        wave_barrier();
         fetch(n + ring);
     }
 #pragma unroll

@@ -60,36 +60,6 @@ K3_DEVICE float dot8(const u32x4& a, const float (&b)[8], float sum) {
     return sum;
 }
 
-#if K3_NVIDIA
-K3_DEVICE void wait_for_earlier_kernel() {
-    if constexpr (WARP_DECODE_DEPENDENT) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-K3_DEVICE void release_later_kernel() {
-    if constexpr (WARP_DECODE_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-// Weights that are loaded before the wait. The assembler moves loads through the read-only path to behind it.
-K3_DEVICE u32x4 load16_early(const bf16* address) {
-    u32x4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(__cvta_generic_to_global(address)));
-    return v;
-}
-// What the kernel before wrote. The load is made where it stands: not in a branch for each expert, one after the other.
-K3_DEVICE u32x4 load16_written(const bf16* address) {
-    u32x4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(__cvta_generic_to_global(address)));
-    return v;
-}
-#else
-K3_DEVICE u32x4 load16_early(const bf16* address) { return load16_stream(address); }
-K3_DEVICE u32x4 load16_written(const bf16* address) { return load16(address); }
-K3_DEVICE void wait_for_earlier_kernel() {}
-K3_DEVICE void release_later_kernel() {}
-#endif
-
 }  // namespace
 
 // Grid: (routes, blocks of WAVES * ROWS rows of an expert).
@@ -97,8 +67,8 @@ K3_KERNEL(WARP_DECODE_THREADS)
 warp_decode_gate_up(const bf16* x, i32 x_stride, const id_type* ids, i32 first, i32 count, const bf16* w_gate,
                     const bf16* w_up, i32 expert_stride, i32 row_stride, float beta, float linear_beta, bf16* hidden) {
     constexpr i32 vectors = WARP_DECODE_INNER / 8;
-    wait_for_earlier_kernel();
-    release_later_kernel();
+    wait_for_earlier_kernel<WARP_DECODE_DEPENDENT>();
+    release_later_kernel<WARP_DECODE_DEPENDENT>();
     const i64 route = block_x();
     const i64 expert = local_expert(ids, route, first, count);
     if (expert < 0) return;
@@ -153,7 +123,7 @@ warp_decode_down(const bf16* hidden, const id_type* ids, const float* weights, i
     constexpr i32 steps = (vectors + lanes - 1) / lanes;
     constexpr i32 rounds = (WARP_DECODE_TOP_K + together - 1) / together;
     constexpr bool by_route = WARP_DECODE_ROUTE_BF16 || WARP_DECODE_COMBINE_BF16;  // lanes added up for each expert
-    release_later_kernel();
+    release_later_kernel<WARP_DECODE_DEPENDENT>();
     const i64 token = block_x();
     const i32 row = (block_y() * waves + wave()) * rows;
     const i32 column = lane() % lanes;
@@ -181,7 +151,7 @@ warp_decode_down(const bf16* hidden, const id_type* ids, const float* weights, i
                 }
             }
         }
-        if (round == 0) wait_for_earlier_kernel();
+        if (round == 0) wait_for_earlier_kernel<WARP_DECODE_DEPENDENT>();
 #pragma unroll
         for (i32 g = 0; g < group; ++g) {
             // The rows of skipped experts are loaded and never written: what comes of them is put aside, not multiplied

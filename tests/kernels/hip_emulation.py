@@ -1,0 +1,67 @@
+"""Runs HIP kernels on the CPU: the source compiled by the host's C++ compiler against `emulation/`, threads as fibers.
+
+    function = emulated(unit, wave_size=32)      # instead of k3rewrite.kernels.devices.loaded_function
+    function(grid=(4, 2), threads=128, arguments=[x, 3, 1.0, out])
+
+What a GPU does differently is not seen: registers, rounding of its fast functions, races between waves that no barrier
+orders but that happen to be run in order here. Seen are indices, masks, the order of asynchronous copies, and what is
+handed over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k3rewrite.ops.kernel import HipUnit
+
+COMPILER = shutil.which("g++")
+EMULATION = Path(__file__).parent / "emulation"
+_DRIVER = """
+#include "portability.h"
+#include "{source}"
+extern "C" int k3_emulate(int gx, int gy, int gz, int threads, void** arguments) {{
+    return k3_emulator::run(gx, gy, gz, threads, K3_EMULATED_WAVE, k3_emulator::bound(&{symbol}, arguments));
+}}
+"""
+
+
+def emulated(unit: HipUnit, folder: Path, wave_size: int = 32) -> Callable[..., None]:
+    """The kernel of a unit as a function of grid, threads and arguments; compiled in `folder`."""
+    assert COMPILER is not None
+    macros = [f"-D{name}={value}" for name, value in unit.defines.items()]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", *macros]
+    flags.append(f"-DK3_EMULATED_WAVE={wave_size}")
+    key = hashlib.sha256(repr((flags, unit.symbol)).encode()).hexdigest()[:16]
+    driver, library = folder / f"{key}.cpp", folder / f"{key}.so"
+    if not library.exists():
+        driver.write_text(_DRIVER.format(source=unit.path.name, symbol=unit.symbol))
+        command = [COMPILER, *flags, f"-I{EMULATION}", f"-I{unit.path.parent}", "-o", library, driver]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+    loaded = ctypes.CDLL(str(library))
+
+    def launch(
+        *, grid: Sequence[int], threads: int, arguments: Sequence[torch.Tensor | int | float], **options: Any
+    ) -> None:
+        if 0 in grid:
+            return
+        values = [_argument(value) for value in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stuck = loaded.k3_emulate(*[*grid, 1, 1][:3], threads, pointers)
+        assert not stuck, f"{unit.symbol}: threads wait for one another in different places"
+
+    return launch
+
+
+def _argument(value: torch.Tensor | int | float) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)

@@ -1,0 +1,131 @@
+"""The experts' HIP kernels on the CPU against fp64: every layout, ragged sizes, windows, poisoned outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
+from hip_emulation import COMPILER, emulated
+
+from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4
+from k3rewrite.kernels.experts.plan import Facts
+from k3rewrite.targets import load_target
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+BOUND = {"fewest": 4e-3, "model": 8e-3, "bf16": 1.2e-2}
+MODES = {"fewest": FEWEST, "model": MODEL, "bf16": ALL_BF16}
+DENSE = {"experts": 5, "inner": 320, "width": 72, "outer": 37}
+PACKED = {"experts": 5, "inner": 512, "width": 128, "outer": 48}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Any:
+    """`on_cpu(target)` lets the launches run in the emulator, with new memory full of NaN."""
+
+    def use(target: str) -> None:
+        goal = load_target(target)
+        for module in (hip_kernel, hip_mxfp4):
+            monkeypatch.setattr(module, "loaded_function", lambda unit: emulated(unit, compiled, goal.wave_size))
+        hip_kernel._functions.cache_clear()
+        hip_mxfp4._launches.cache_clear()
+        monkeypatch.setattr(hip_kernel, "load_target", lambda name: goal)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned)
+
+    yield use
+    hip_kernel._functions.cache_clear()
+    hip_mxfp4._launches.cache_clear()
+
+
+def _poisoned(self: torch.Tensor, size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    made = torch.empty(size, dtype=dtype or self.dtype)
+    return made.fill_(math.nan if made.is_floating_point() else 255)
+
+
+def check(module: Any, case: Case, layout: Any, mode: str, target: str) -> None:
+    named = case.arguments(MODES[mode])
+    decode = hip_kernel.warp_decode if module is hip_kernel else hip_mxfp4.mxfp4_decode
+    result = decode(named, Facts.of(named, nvidia=load_target(target).vendor == "nvidia"), layout)
+    assert relative_error(result, case.exact()) <= BOUND[mode]
+
+
+WARP_DECODE = {
+    "published": hip_kernel.PUBLISHED,
+    "chosen": hip_kernel.CHOSEN,
+    "few outputs": hip_kernel.FEW_OUTPUTS,
+    "two rows": hip_kernel.Layout(4, 2, 4, 2, 2, 2, side_by_side=True),
+}
+
+
+@pytest.mark.parametrize("target", ["h200", "mi355x"])
+@pytest.mark.parametrize("layout", list(WARP_DECODE))
+def test_warp_decode(target: str, layout: str, on_cpu: Any) -> None:
+    on_cpu(target)
+    check(hip_kernel, make_case(3, 3, **DENSE), WARP_DECODE[layout], "fewest", target)
+    window = make_case(2, 3, **DENSE, ids=[[1, 1, -1], [7, 4, 99]], activation="silu", pad=8)
+    check(hip_kernel, window, WARP_DECODE[layout], "bf16", target)
+
+
+def test_warp_decode_of_a_window_with_the_models_roundings(on_cpu: Any) -> None:
+    on_cpu("h200")
+    case = make_case(2, 5, experts=6, inner=256, width=128, outer=48, first=2, global_experts=9)
+    check(hip_kernel, case, hip_kernel.CHOSEN, "model", "h200")
+
+
+MXFP4 = {
+    "registers": hip_mxfp4.CHOSEN,
+    "registers, two tiles": hip_mxfp4.Layout(4, down_waves=2, tiles=2, group=1),
+    "registers, three tiles": hip_mxfp4.Layout(12, down_waves=4, tiles=3, group=3),
+    "rings": hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2),
+    "short rings": hip_mxfp4.Layout(8, down_waves=2, gate_up_ring=1, down_ring=1),
+    "long rings": hip_mxfp4.Layout(4, down_waves=1, gate_up_ring=2, down_ring=4),
+}
+
+
+@pytest.mark.parametrize("layout", list(MXFP4))
+def test_mxfp4(layout: str, on_cpu: Any) -> None:
+    on_cpu("h200")
+    sizes = PACKED | {"outer": 96}
+    check(hip_mxfp4, make_case(2, 3, **sizes, format="mxfp4"), MXFP4[layout], "fewest", "h200")
+    window = make_case(2, 3, **sizes, ids=[[1, 1, -1], [7, 4, 99]], activation="silu", format="mxfp4")
+    check(hip_mxfp4, window, MXFP4[layout], "bf16", "h200")
+
+
+@pytest.mark.parametrize("layout", ["registers", "rings"])
+def test_mxfp4_of_a_window_with_the_models_roundings(layout: str, on_cpu: Any) -> None:
+    on_cpu("h200")
+    case = make_case(1, 5, experts=6, inner=768, width=256, outer=96, first=2, global_experts=9, format="mxfp4")
+    check(hip_mxfp4, case, MXFP4[layout], "model", "h200")
+
+
+@pytest.mark.parametrize("layout", ["registers", "rings"])
+def test_mxfp4_rows_with_zeros_and_with_what_is_no_number(layout: str, on_cpu: Any) -> None:
+    on_cpu("h200")
+    case = make_case(4, 2, **PACKED, format="mxfp4")
+    clean, facts = case.arguments(FEWEST), Facts.of(case.arguments(FEWEST), nvidia=True)
+    first = hip_mxfp4.mxfp4_decode(clean, facts, MXFP4[layout])
+    case.x[1] = 0
+    case.x[2, 3], case.x[3, 7] = math.nan, math.inf
+    second = hip_mxfp4.mxfp4_decode(case.arguments(FEWEST), facts, MXFP4[layout])
+    assert bool((second[1] == 0).all()) and not bool(second[2:].isfinite().any())
+    assert torch.equal(second[0], first[0])
+
+
+def test_activations_of_very_different_sizes(on_cpu: Any) -> None:
+    """Each group of 32 has a unit of its own: what is small in one does not vanish beside what is large in another."""
+    on_cpu("h200")
+    case = make_case(2, 2, **PACKED, format="mxfp4")
+    case.x *= torch.logspace(-6, 6, PACKED["inner"]).bfloat16()
+    case.x[:, -64:] = 0
+    check(hip_mxfp4, case, MXFP4["rings"], "fewest", "h200")
