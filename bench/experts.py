@@ -80,7 +80,7 @@ def measure(
             found |= {"us": asdict(timing), "of_read": of_read, "TB_s": entry["bytes"] / timing.median / 1e6}
             if name.startswith("ours"):
                 found["kernels"] = harness.kernel_names(functools.partial(call, 0))
-                assert set(found["kernels"]) <= set(OURS), f"{name} ran {found['kernels']}"
+                assert found["kernels"] and set(found["kernels"]) <= set(OURS), f"{name} ran {found['kernels']}"
             entry["variants"][name] = found
             print(
                 f"    {name:24s} {timing.median:9.2f} us  {of_read * 100:5.1f} % of read  error {found['error']:.2e}  "

@@ -214,6 +214,19 @@ K3_DEVICE void store16(T* address, const u32x4& value) {
 #endif
 }
 
+// Eight bf16 in 16 bytes, in memory order.
+K3_DEVICE void unpack8(const u32x4& packed, float (&values)[8]) {
+    values[0] = low_to_float(packed.x), values[1] = high_to_float(packed.x);
+    values[2] = low_to_float(packed.y), values[3] = high_to_float(packed.y);
+    values[4] = low_to_float(packed.z), values[5] = high_to_float(packed.z);
+    values[6] = low_to_float(packed.w), values[7] = high_to_float(packed.w);
+}
+
+K3_DEVICE u32x4 pack8(const float (&values)[8]) {
+    return u32x4{pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
+                 pack2(values[6], values[7])};
+}
+
 // ---------------------------------------------------------------------------------------------- launches that overlap
 //
 // NVIDIA, sm_90 and later: a kernel that was launched as dependent may start while the one before it still runs. Until
@@ -264,19 +277,6 @@ K3_DEVICE u32x4 load16_written(const T* address) {
 #else
     return load16(address);
 #endif
-}
-
-// Eight bf16 in 16 bytes, in memory order.
-K3_DEVICE void unpack8(const u32x4& packed, float (&values)[8]) {
-    values[0] = low_to_float(packed.x), values[1] = high_to_float(packed.x);
-    values[2] = low_to_float(packed.y), values[3] = high_to_float(packed.y);
-    values[4] = low_to_float(packed.z), values[5] = high_to_float(packed.z);
-    values[6] = low_to_float(packed.w), values[7] = high_to_float(packed.w);
-}
-
-K3_DEVICE u32x4 pack8(const float (&values)[8]) {
-    return u32x4{pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
-                 pack2(values[6], values[7])};
 }
 
 // ---------------------------------------------------------------------------------------------- arithmetic

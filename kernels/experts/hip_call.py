@@ -66,7 +66,7 @@ def handed_over(named: Mapping[str, Any], facts: Facts, few: Few, aligned: Mappi
     the address of a tensor must be a multiple."""
     x: Tensor = named["x"]
     odd = any(named[name].data_ptr() % step for name, step in aligned.items())
-    odd |= x.stride(1) != 1 or x.stride(0) * x.element_size() % aligned["x"] != 0
+    odd |= x.stride(1) != 1 or (x.shape[0] > 1 and x.stride(0) * x.element_size() % aligned["x"] != 0)
     if not odd and x.shape[0] and few.takes(facts, x.shape[0]):
         return None
     hand_over("triton")

@@ -58,10 +58,12 @@ class Layout:
 PUBLISHED = Layout()
 CHOSEN = Layout(unroll=2, down_waves=4, group=2, side_by_side=True, gate_up_dependent=True, down_dependent=True)
 FEW_OUTPUTS = replace(CHOSEN, group=8)
-"""for results so few that the waves of down are all there at once, with the loads of eight rounds in flight: 93 % of
-the fastest read instead of 84 % at one token of 128 experts of 768 x 2048 on an H200; at 3584 outputs it loses"""
+"""for results so few that the waves of down are all there at once, with the loads of eight rounds in flight: 90 % of
+the fastest read at one token of 128 experts of 768 x 2048 on an H200, `CHOSEN` 84 %; at 3584 outputs it loses"""
 _RESIDENT = 16 * 132
 """waves of `FEW_OUTPUTS` that an H200 holds"""
+_IN_FLIGHT, _MOST_STEPS = 24, 32
+"""vectors of weights that a lane of down has in flight, and of one row at most: they lie in registers"""
 _FEWEST_LANES = 8
 """128 contiguous bytes: a row read by fewer lanes costs more transactions than idle lanes do"""
 
@@ -69,11 +71,25 @@ _FEWEST_LANES = 8
 FEW = hip_call.Few(share_from=1.43, near_bytes=44e6)
 """One H200: as fast as shared reads at 12 to 13 tokens of 8 of 128 experts of 768 x 2048, and at 24 tokens of 16 of 896
 experts of 384 x 3584, where 44 MB lie between two reads of its 60 MB L2."""
+FEW_ON_AMD = hip_call.Few(share_from=1.12)
+"""not measured"""
+
+
+def few(facts: Facts) -> hip_call.Few:
+    """How many tokens are few on the vendor's GPUs."""
+    return FEW if facts.nvidia else FEW_ON_AMD
 
 
 def layout_for(facts: Facts, tokens: int) -> Layout:
     """The layout for a number of tokens."""
-    return FEW_OUTPUTS if facts.nvidia and tokens * facts.outer <= _RESIDENT else CHOSEN
+    layout = FEW_OUTPUTS if facts.nvidia and tokens * facts.outer <= _RESIDENT else CHOSEN
+    return replace(layout, group=max(1, min(layout.group, _IN_FLIGHT // _steps(layout, facts))))
+
+
+def _steps(layout: Layout, facts: Facts) -> int:
+    """Vectors of an expert's row that a lane of down reads."""
+    lanes = layout.lanes(facts.width, 32 if facts.nvidia else 64)
+    return -(-facts.width // (VECTOR * lanes))
 
 
 def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
@@ -90,13 +106,16 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
         steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if not same_size(n, 1)][:-1]
         if any(not isinstance(step, int) or step % VECTOR for step in (*steps, tensor.storage_offset())):
             return f"rows of {name} do not begin at multiples of 16 bytes (strides {tuple(tensor.stride())})"
-    return FEW.objection(arguments, target)
+    facts = Facts.of(arguments, target.vendor == "nvidia")
+    if _steps(CHOSEN, facts) > _MOST_STEPS:
+        return f"an expert is {facts.width} wide; a row of down is held in registers, which are too few"
+    return few(facts).objection(arguments, target)
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
     facts = Facts.of(arguments, target.vendor == "nvidia")
     ids, tokens = arguments["ids"].dtype, arguments["x"].shape[0]
-    layouts = [layout_for(facts, tokens)] if isinstance(tokens, int) else [layout_for(facts, 1), CHOSEN]
+    layouts = [layout_for(facts, tokens)] if isinstance(tokens, int) else [layout_for(facts, n) for n in (1, 1 << 20)]
     made = [unit for layout in layouts for unit in both_units(facts, ids, layout, target.wave_size)]
     return [unit for index, unit in enumerate(made) if unit not in made[:index]]
 
@@ -123,7 +142,7 @@ def experts(*arguments: Any, **options: Any) -> Tensor:
     named = hip_call.named_arguments(*arguments, **options)
     facts = Facts.of(named, nvidia=torch.version.hip is None)
     aligned = dict.fromkeys(("x", "w_gate", "w_up", "w_down"), 2 * VECTOR)
-    handed = hip_call.handed_over(named, facts, FEW, aligned)
+    handed = hip_call.handed_over(named, facts, few(facts), aligned)
     return handed if handed is not None else warp_decode(named, facts, layout_for(facts, named["x"].shape[0]))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from k3rewrite.kernels.devices import loaded_function
 from k3rewrite.kernels.experts import accept, hip_call
+from k3rewrite.kernels.experts.formats import GROUP
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets import Target
@@ -25,12 +26,20 @@ _FOLDER = Path(__file__).parent / "hip"
 PATH, RING_PATH = _FOLDER / "mxfp4_decode.hip", _FOLDER / "mxfp4_ring.hip"
 PREPARE = "mxfp4_prepare"
 ARCHS = ("sm_90", "sm_100")
-TILE, SPAN, GROUP = 16, 128, 32
-"""rows of a product, columns of a step, columns that have a scale together"""
+TILE, SPAN = 16, 128
+"""rows of a product, columns of a step"""
+MAX_WIDTH = 1024
+"""of an expert: a wave of down has a row's steps in registers, and up to here none of them spills"""
+MAX_SHARED = 48 * 1024
+"""bytes of shared memory that a kernel may declare"""
 DIGITS = 80
 """bytes of a group of activations as digits"""
+_WHOLE_WAVES = 8
+"""groups that a wave prepares together"""
 GATE_UP_STAGE, DOWN_STAGE = 2176, 1088
 """bytes of a stage of a ring: of gate/up, of down for each step"""
+_SUMS = 2048
+"""bytes of sums beside them, at most"""
 _PREPARING = 4
 """waves of a workgroup of `mxfp4_prepare`"""
 
@@ -75,7 +84,12 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
     ):
         if size % step:
             return f"the width of {name} is {size}; a multiple of {step} is needed"
-    for name, step in (("x", 8), ("w_gate", 16), ("w_down", 16)):
+    if facts.width > MAX_WIDTH:
+        return f"an expert is {facts.width} wide; up to {MAX_WIDTH} are held in registers"
+    for what, columns in (("x", facts.inner), ("the experts of a token", facts.top_k * facts.width)):
+        if columns // GROUP * DIGITS > MAX_SHARED - _SUMS:
+            return f"the digits of {what}, {columns} columns, do not fit into {MAX_SHARED} bytes of shared memory"
+    for name, step in (("x", 8), ("w_gate", 16), ("w_down", 16), ("s_gate", 8), ("s_down", 4)):
         if any(not isinstance(s, int) or s % step for s in arguments[name].stride()[:-1]):
             return (
                 f"rows of {name} are not {step} apart, or a multiple of it (strides {tuple(arguments[name].stride())})"
@@ -115,7 +129,7 @@ def experts(*arguments: Any, **options: Any) -> Tensor:
     """As `launch.experts`, which gets what these kernels do not take: more tokens, addresses at odd places."""
     named = hip_call.named_arguments(*arguments, **options)
     facts = Facts.of(named, nvidia=True)
-    aligned = dict.fromkeys(("x", "w_gate", "w_up", "w_down"), 16)
+    aligned = dict.fromkeys(("x", "w_gate", "w_up", "w_down"), 16) | {"s_gate": 8, "s_up": 8, "s_down": 4}
     handed = hip_call.handed_over(named, facts, FEW, aligned)
     return handed if handed is not None else mxfp4_decode(named, facts, layout_for(facts))
 
@@ -127,7 +141,9 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
     s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
     tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
     out = x.new_empty((tokens, facts.outer))
-    prepared = x.new_empty((tokens, -(-facts.inner // (8 * GROUP)) * 8, DIGITS), dtype=torch.uint8)
+    prepared = x.new_empty(
+        (tokens, -(-facts.inner // (_WHOLE_WAVES * GROUP)) * _WHOLE_WAVES, DIGITS), dtype=torch.uint8
+    )
     hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
     with torch.cuda.device(x.device):
         launches = _launches(facts, ids.dtype, layout, x.device)

@@ -1,6 +1,6 @@
 """Which launches serve which numbers of tokens, in words: for the report.
 
-8 of 128 experts on an H200  ->  "to 12 tokens warp_decode, to 128 shared reads, more sorted"
+8 of 128 experts on an H200  ->  "to 12 tokens warp decode, to 128 tokens shared reads, more sorted"
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A step names its arguments; `launch.py` binds the names to tensors and numbers, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,7 +83,6 @@ class Step:
     grid: tuple[int, int]
     dependent: bool = False
     """NVIDIA: the launch overlaps the end of the one before, and waits for it inside"""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan(facts: Facts, schedule: Schedule, tokens: int) -> list[Step]:

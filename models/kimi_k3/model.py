@@ -172,7 +172,7 @@ class KimiK3(nn.Module):
         step = prepare(inputs, max_context=_max_context(state), history=history)
         hidden = self.model(step.tokens, step.plan, state).masked_fill(step.dead, 0)
         logits = self.parallel.all_gather_last(self.lm_head(hidden))
-        return logits.view(*step.shape, -1)
+        return logits.view(*step.shape, logits.shape[-1])
 
     def double_copy(self) -> KimiK3:
         """An fp64 twin with the same weight values: the oracle for this model."""

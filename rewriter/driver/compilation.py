@@ -19,6 +19,7 @@ import torch
 from k3rewrite.capture import Captured
 from k3rewrite.checks.end_to_end import EndToEndCheck
 from k3rewrite.checks.regions import region_check
+from k3rewrite.driver import heap
 from k3rewrite.driver.cache_key import compilation_key
 from k3rewrite.driver.first_call import WatchedFirstCall
 from k3rewrite.emit.emission import Emission, emit_kernels
@@ -131,10 +132,11 @@ class Compilation:
         if self.pipeline.verify.end_to_end and self.run:
             end_to_end = EndToEndCheck(captured.fresh(), self._verified, self.failed, self.report.notes)
         dumper = _Timed(Dumper(self.folder, self.pipeline.dump, module))
-        run_pipeline(
-            module, self.passes, self._context(), self.names, self.report.passes,
-            after_pass=dumper, progress=self.progress,
-        )  # fmt: skip
+        with heap.left_alone():
+            run_pipeline(
+                module, self.passes, self._context(), self.names, self.report.passes,
+                after_pass=dumper, progress=self.progress,
+            )  # fmt: skip
         timings.passes_s = sum(p.seconds for p in self.report.passes)
         timings.dump_s = dumper.seconds
 

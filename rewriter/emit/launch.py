@@ -24,8 +24,6 @@ _CUDA = ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel")
 _HIP = ("hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel")
 _MAX_DYNAMIC_SHARED = 8
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_LARGE_SHARED = 48 * 1024
-"""above this much, CUDA (not HIP) wants the function's limit raised"""
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -78,7 +76,7 @@ class DeviceFunction:
             return
         values = [_argument(value) for value in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        if dynamic_lds > _LARGE_SHARED and self._names == _CUDA:
+        if dynamic_lds and self._names == _CUDA:  # the limit before is for it and what the kernel declares together
             self._call("cuFuncSetAttribute", self._handle, _MAX_DYNAMIC_SHARED, dynamic_lds)
         blocks = [*grid, 1, 1][:3]
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

@@ -61,4 +61,18 @@ def test_the_report_says_what_runs_for_which_numbers_of_tokens() -> None:
     assert paths(1, K3_TP8, "dense") == "to 23 tokens warp decode, to 64 tokens shared reads, more sorted"
     assert paths(2, K3_TP8, "mxfp4") == "to 89 tokens integer matrix units, more sorted"
     assert paths(0, QWEN3, "dense") == "to 128 tokens shared reads, more sorted"
-    assert paths(0, K3_TP8, "dense", "mi355x").startswith("to 1")
+    assert paths(0, K3_TP8, "dense", "mi355x") == ("to 12 tokens routes apart, to 64 tokens shared reads, more sorted")
+
+
+def test_widths_that_the_hip_kernels_do_not_hold() -> None:
+    h200 = load_target("h200")
+    assert "3072 wide" in str(KERNELS[2].accepts(call(1, (16, 896, 3584, 3072, 3584), "mxfp4"), h200))
+    assert "24576 columns, do not fit" in str(KERNELS[2].accepts(call(1, (24, 64, 3584, 1024, 3584), "mxfp4"), h200))
+    assert "x, 20480 columns, do not fit" in str(KERNELS[2].accepts(call(1, (4, 64, 20480, 128, 64), "mxfp4"), h200))
+    assert KERNELS[2].accepts(call(1, (16, 896, 3584, 768, 3584), "mxfp4"), h200) is None
+    assert "14336 wide" in str(KERNELS[1].accepts(call(1, (2, 8, 4096, 14336, 4096), "dense"), h200))
+    assert KERNELS[1].accepts(call(1, (2, 8, 4096, 8192, 4096), "dense"), h200) is None
+    apart = call(1, K3_TP8, "mxfp4") | {
+        "s_down": torch.empty(896, 3584, 13, dtype=torch.uint8, device="meta")[..., :12]
+    }
+    assert "rows of s_down are not 4 apart" in str(KERNELS[2].accepts(apart, h200))

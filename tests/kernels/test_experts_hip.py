@@ -83,6 +83,18 @@ def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], ring
             assert own and product is (unit.symbol != hip_mxfp4.PREPARE)
 
 
+@pytest.mark.parametrize(("kernel", "format", "width"), [(1, "dense", 4096), (1, "dense", 8192), (2, "mxfp4", 1024)])
+def test_the_widest_experts_do_not_spill(kernel: int, format: str, width: int, tmp_path: Path) -> None:
+    goal = load_target("h200")
+    arguments = call(1, (4, 16, 2048, width, 2048), format)
+    assert KERNELS[kernel].accepts(arguments, goal) is None
+    for unit in KERNELS[kernel].units(arguments, goal):
+        made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", KERNELS[kernel].name))
+        if made.object is None:
+            pytest.skip(made.skipped)
+        assert made.resources is not None and made.resources.spills == 0, unit.symbol
+
+
 def test_what_mxfp4_takes() -> None:
     kernel, h200 = KERNELS[2], load_target("h200")
     assert "gfx950 is none of" in str(kernel.accepts(call(1, K3_TP8, "mxfp4"), load_target("mi355x")))

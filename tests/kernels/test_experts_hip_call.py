@@ -65,6 +65,12 @@ def test_few_many_none_and_odd_addresses(format: str, kernel: int, name: str, ra
     ):
         run(**made)
         assert ran.pop() == expected
+    if format == "mxfp4":
+        run(**few | {"s_gate": shifted(few["s_gate"])})
+        assert ran.pop() == "triton"
+    one = arguments(format, 1)
+    run(**one | {"x": torch.empty(1, one["x"].shape[1] + 1).bfloat16()[:, :-1]})
+    assert ran.pop() == name, "the stride of one row is never gone along"
     with watching() as runs:
         noting(run, "experts", "hip")(*many.values())
         noting(run, "experts", "hip")(*few.values())

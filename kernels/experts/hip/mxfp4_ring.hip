@@ -7,6 +7,8 @@
 //   mxfp4_ring_gate_up   stages of 16 rows and 256 columns of one of the two matrices
 //   mxfp4_ring_down      stages of 16 rows of one expert
 //
+// No layout that is chosen has rings yet: these run in benchmarks and tests only.
+//
 // Macros as there, and MXFP4_RING, the stages of a ring. The stages are dynamic shared memory: waves * ring * stage.
 // `mxfp4_prepare` is that file's.
 

@@ -27,6 +27,8 @@ struct Thread {
     ucontext_t context;
     std::vector<char> stack;
     bool done = false;
+    // of a kernel that may start before the one before it ends
+    bool dependent = false, waited = false;
 };
 
 struct Block {
@@ -44,6 +46,11 @@ inline Block* block = nullptr;
 inline int index[3];
 inline int wave_width = 32;
 inline std::function<void()> body;
+
+[[noreturn]] inline void fail(const char* why) {
+    std::fprintf(stderr, "%s\n", why);
+    std::abort();
+}
 
 inline void hand_over() { swapcontext(&block->threads[block->current].context, &block->scheduler); }
 
@@ -73,6 +80,7 @@ inline const uint32_t* exchange(const uint32_t* words, int count) {
 inline void start() {
     body();
     Thread& thread = block->threads[block->current];
+    if (thread.dependent && !thread.waited) fail("a thread of a dependent kernel ends and has not waited");
     thread.done = true;
     --block->all.expected, --wave_meeting().expected;
     release_if_complete(block->all), release_if_complete(wave_meeting());
@@ -96,7 +104,7 @@ inline int run(int gx, int gy, int gz, int threads, int wave, const std::functio
                 for (auto& slots : made.exchanged) slots.assign(threads * most_words, 0xdeadbeefu);
                 made.turns.assign(threads, 0);
                 for (Thread& thread : made.threads) {
-                    thread.done = false;
+                    thread.done = thread.dependent = thread.waited = false;
                     getcontext(&thread.context);
                     thread.context.uc_stack.ss_sp = thread.stack.data(), thread.context.uc_stack.ss_size = stack_bytes;
                     thread.context.uc_link = &made.scheduler;

@@ -84,7 +84,11 @@ K3_DEVICE u32x4 load16_stream(const T* address) { return load_aligned<u32x4>(add
 template <typename T>
 K3_DEVICE u32x4 load16_early(const T* address) { return load_aligned<u32x4>(address); }
 template <typename T>
-K3_DEVICE u32x4 load16_written(const T* address) { return load_aligned<u32x4>(address); }
+K3_DEVICE u32x4 load16_written(const T* address) {
+    const k3_emulator::Thread& own = k3_emulator::block->threads[thread_x()];
+    if (own.dependent && !own.waited) k3_emulator::fail("what the kernel before wrote is loaded without a wait");
+    return load_aligned<u32x4>(address);
+}
 template <typename T>
 K3_DEVICE void store16(T* address, const u32x4& value) {
     load_aligned<u32x4>(address);
@@ -100,9 +104,9 @@ K3_DEVICE u32x4 pack8(const float (&v)[8]) {
 }
 
 template <bool Dependent>
-K3_DEVICE void wait_for_earlier_kernel() {}
+K3_DEVICE void wait_for_earlier_kernel() { k3_emulator::block->threads[thread_x()].waited = true; }
 template <bool Dependent>
-K3_DEVICE void release_later_kernel() {}
+K3_DEVICE void release_later_kernel() { k3_emulator::block->threads[thread_x()].dependent = Dependent; }
 
 K3_DEVICE float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
 K3_DEVICE float maximum_number(float a, float b) { return std::fmax(a, b); }
