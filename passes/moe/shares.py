@@ -110,7 +110,9 @@ def _are_distinct(ids: Element, slots: set[Axis]) -> bool:
     if not isinstance(source, Node) or source.target not in (aten.topk.default, torch.ops.k3.route.default):
         return False
     over = bound_arguments(source).get("dim", -1) % len(ids.index)
-    return over == last and not any(slots & axes_of(at) for at in ids.index[:last])
+    place = ids.index[last]
+    one_each = isinstance(place, Position) and slots <= {axis for axis, _ in place.terms}
+    return over == last and one_each and not any(slots & axes_of(at) for at in ids.index[:last])
 
 
 def _index_add(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
