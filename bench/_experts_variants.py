@@ -19,6 +19,7 @@ from torch import Tensor
 from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, launch
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import Schedule
+from k3rewrite.pipeline.pass_base import PassContext
 from k3rewrite.targets import load_target
 
 Call = Callable[[int], Tensor]
@@ -35,17 +36,14 @@ OURS = ("gate_up_routes", "down_tokens", "gate_up_experts", "down_experts", "com
 
 
 def chosen(data: Inputs, dtypes: Mapping[str, torch.dtype], i: int) -> Tensor:
-    """The kernel that the compiler chooses for this GPU."""
-    arguments, target = data.arguments(i, dtypes), load_target("auto")
-    taking = [kernel for kernel in KERNELS if kernel.accepts(_one_token(arguments), target) is None]
-    cheapest = min(taking, key=lambda kernel: kernel.cost_us(arguments, target))
-    result: Tensor = cheapest.launch(**arguments)
+    """What `select` binds for this GPU and a batch of unknown size: of one token, which every kernel takes, as a kernel
+    looks at the number of tokens when it is called."""
+    arguments = data.arguments(i, dtypes)
+    one = {name: arguments[name][:1] for name in ("x", "ids", "weights")}
+    offers = PassContext(load_target("auto"), {}, tuple(KERNELS)).offers("experts", arguments | one)
+    best, _ = min(offers.taking, key=lambda offer: offer[1])
+    result: Tensor = best.launch(**arguments)
     return result
-
-
-def _one_token(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with one token, which every kernel takes: the number is looked at when the call is made."""
-    return arguments | {name: arguments[name][:1] for name in ("x", "ids", "weights")}
 
 
 def hip(data: Inputs, layout: hip_kernel.Layout, i: int) -> Tensor:
@@ -85,28 +83,29 @@ def grouped(x: Tensor, ids: Tensor, shares: Tensor, w13: Tensor, w2: Tensor) -> 
 
 
 class Peers:
-    """The peers that could be loaded; weights that they keep in a form of their own are prepared once."""
+    """The peers that could be loaded, once; `prepare` gives those that keep weights in a form of their own theirs."""
 
-    def __init__(self, folder: Path | None, weights: Weights) -> None:
+    def __init__(self, folder: Path | None, format: str) -> None:
         self.loaded: dict[str, Any] = {}
         self.weights: dict[str, Any] = {}
-        packed = weights.s13 is not None
         loaders: dict[str, Any] = {"vLLM": vllm.load}
-        if packed:
+        if format == "mxfp4":
             loaders |= {"Humming": humming.load, "Marlin": marlin.load}
         for name, load in loaders.items():
             with harness.only_warning(name):
                 if folder is None:
                     raise FileNotFoundError("--peers was not given")
                 self.loaded[name] = load(folder)
-        if "Humming" in self.loaded:
-            with harness.only_warning("Humming's weights"):
-                peer = self.loaded["Humming"]
-                pairs = ((weights.w13, weights.s13), (weights.w2, weights.s2))
+
+    def prepare(self, weights: Weights) -> None:
+        """Repack the experts' weights, in place of those before."""
+        self.weights.clear()
+        pairs = ((weights.w13, weights.s13), (weights.w2, weights.s2))
+        with harness.only_warning("Humming's weights"):
+            if peer := self.loaded.get("Humming"):
                 self.weights["Humming"] = humming.Experts(*(humming.repack(peer, w, s) for w, s in pairs))
-        if "Marlin" in self.loaded:
-            with harness.only_warning("Marlin's weights"):
-                pairs = ((weights.w13, weights.s13), (weights.w2, weights.s2))
+        with harness.only_warning("Marlin's weights"):
+            if "Marlin" in self.loaded:
                 self.weights["Marlin"] = marlin.Experts(*(marlin.repack(w, s) for w, s in pairs))
 
     @property

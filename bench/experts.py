@@ -123,9 +123,11 @@ def main() -> None:
     kind = "sweep" if options.sweep else "entries"
     name = "-".join(["experts", *(["mxfp4"] if options.format == "mxfp4" else []), *(["sweep"] * options.sweep)])
     results[kind] = []
+    peers = Peers(options.peers, options.format) if not options.sweep else None
     for shape in options.shape:
         weights = make_weights(shape, options.format)
-        peers = Peers(options.peers, weights) if not options.sweep else None
+        if peers is not None:
+            peers.prepare(weights)
         for tokens, routing in itertools.product(options.tokens, options.routing):
             if peers is None:
                 results[kind] += sweep(shape, weights, tokens, options.replays)
@@ -136,7 +138,7 @@ def main() -> None:
                     measure(shape, weights, tokens, routing, peers, options.replays, tuned, inductor, options.only)
                 )
             harness.write_results(name, results, options.out)
-        del weights, peers
+        del weights
         torch.cuda.empty_cache()
     print(harness.write_results(name, results, options.out), f"{time.monotonic() - started:.0f} s")
 

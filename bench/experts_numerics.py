@@ -86,10 +86,10 @@ def main() -> None:
     results: dict[str, Any] = {"origin": harness.origin(options.commit), "entries": []}
     print(json.dumps(results["origin"]))
     started = time.monotonic()
+    peers = Peers(options.peers, "bf16")
     for shape, format in itertools.product(options.shape, options.format):
         torch.manual_seed(0)
         weights = make_weights(shape, format)
-        peers = Peers(options.peers if format == "bf16" else None, weights)
         for tokens, routing in itertools.product(options.tokens, options.routing):
             each = []
             for seed in range(options.seeds):

@@ -59,14 +59,9 @@
 
 #define K3_DEVICE static __device__ __attribute__((always_inline)) inline
 
-namespace k3 {
+#include "numbers.h"
 
-using i32 = int;
-using u32 = unsigned int;
-using i64 = long long;
-using u64 = unsigned long long;
-using u16 = unsigned short;
-using u8 = unsigned char;
+namespace k3 {
 
 // Lanes of a wave (AMD) or warp (NVIDIA). The host pass of hipcc has no device architecture; it takes 64.
 #if K3_NVIDIA || defined(__GFX10__) || defined(__GFX11__) || defined(__GFX12__)
@@ -122,32 +117,8 @@ K3_DEVICE void barrier() {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------- bits
-
-template <typename To, typename From>
-K3_DEVICE To bit_cast(const From& from) {
-    static_assert(sizeof(To) == sizeof(From), "bit_cast: sizes differ");
-    To to;
-#if K3_AMD
-    __builtin_memcpy(&to, &from, sizeof(To));
-#else
-    memcpy(&to, &from, sizeof(To));  // NVRTC knows this name only
-#endif
-    return to;
-}
-
 // ---------------------------------------------------------------------------------------------- bf16
 
-struct bf16 {
-    u16 bits;
-};
-
-K3_DEVICE float to_float(bf16 value) { return bit_cast<float>(static_cast<u32>(value.bits) << 16); }
-K3_DEVICE float low_to_float(u32 pair) { return bit_cast<float>(pair << 16); }
-K3_DEVICE float high_to_float(u32 pair) { return bit_cast<float>(pair & 0xffff0000u); }
-
-// Two floats to two bf16 in one register, `low` in bits 0-15. Round to nearest even; overflow gives infinity; a NaN
-// stays a NaN (its payload is the hardware's business).
 K3_DEVICE u32 pack2(float low, float high) {
 #if K3_AMD
     // One v_cvt_pk_bf16_f32 on gfx950; the compiler's own integer sequence, NaN included, on gfx942.
@@ -163,15 +134,7 @@ K3_DEVICE u32 pack2(float low, float high) {
 #endif
 }
 
-K3_DEVICE bf16 to_bf16(float value) { return bf16{static_cast<u16>(pack2(value, 0.0f) & 0xffffu)}; }
-// The value that a store to bf16 and a load back would give.
-K3_DEVICE float round_to_bf16(float value) { return low_to_float(pack2(value, 0.0f)); }
-
 // ---------------------------------------------------------------------------------------------- 16-byte memory access
-
-struct alignas(16) u32x4 {
-    u32 x, y, z, w;
-};
 
 #if K3_AMD
 typedef u32 u32x4_native __attribute__((ext_vector_type(4)));
@@ -214,19 +177,6 @@ K3_DEVICE void store16(T* address, const u32x4& value) {
 #endif
 }
 
-// Eight bf16 in 16 bytes, in memory order.
-K3_DEVICE void unpack8(const u32x4& packed, float (&values)[8]) {
-    values[0] = low_to_float(packed.x), values[1] = high_to_float(packed.x);
-    values[2] = low_to_float(packed.y), values[3] = high_to_float(packed.y);
-    values[4] = low_to_float(packed.z), values[5] = high_to_float(packed.z);
-    values[6] = low_to_float(packed.w), values[7] = high_to_float(packed.w);
-}
-
-K3_DEVICE u32x4 pack8(const float (&values)[8]) {
-    return u32x4{pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
-                 pack2(values[6], values[7])};
-}
-
 // ---------------------------------------------------------------------------------------------- launches that overlap
 //
 // NVIDIA, sm_90 and later: a kernel that was launched as dependent may start while the one before it still runs. Until
@@ -245,10 +195,6 @@ K3_DEVICE void release_later_kernel() {
     if constexpr (Dependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-
-struct alignas(8) u32x2 {
-    u32 x, y;
-};
 
 // Loads that are made where they stand, before a wait or a preparation that they do not depend on. The assembler would
 // move loads through the read-only path (.nc) to behind it.
@@ -414,76 +360,6 @@ K3_DEVICE float shuffle(float value, i32 source) {
 #endif
 }
 
-struct sum_of {
-    static __device__ float apply(float a, float b) { return a + b; }
-};
-struct maximum_of {
-    static __device__ float apply(float a, float b) { return maximum_number(a, b); }
-};
-
-// Combine with the lane at distance Mask. On gfx950 v_permlane32_swap and v_permlane16_swap give both halves at once,
-// in registers; the operation is commutative, so it does not matter which lane got which half.
-template <typename Operation, i32 Mask>
-K3_DEVICE float butterfly_step(float value) {
-#if K3_AMD && defined(__gfx950__)
-    const u32 bits = bit_cast<u32>(value);
-    if constexpr (Mask == 32) {
-        const auto both = __builtin_amdgcn_permlane32_swap(bits, bits, false, false);
-        return Operation::apply(bit_cast<float>(both[0]), bit_cast<float>(both[1]));
-    } else if constexpr (Mask == 16) {
-        const auto both = __builtin_amdgcn_permlane16_swap(bits, bits, false, false);
-        return Operation::apply(bit_cast<float>(both[0]), bit_cast<float>(both[1]));
-    }
-#endif
-    return Operation::apply(value, shuffle_xor<Mask>(value));
-}
-
-// Reduce groups of Width neighbouring lanes (a power of two); every lane of a group gets the result. The tree is the
-// same on every target: pairs, then quads, and so on, so two targets differ only in the part above a warp.
-template <typename Operation, i32 Width>
-K3_DEVICE float group_reduce(float value) {
-    static_assert(Width > 0 && (Width & (Width - 1)) == 0 && Width <= wave_size, "group_reduce: Width");
-    if constexpr (Width >= 2) value = butterfly_step<Operation, 1>(value);
-    if constexpr (Width >= 4) value = butterfly_step<Operation, 2>(value);
-#if K3_AMD
-    // Quads are uniform by now, so a mirror does what xor 4 would, in one move; likewise above.
-    if constexpr (Width >= 8) value = butterfly_step<Operation, 7>(value);
-    if constexpr (Width >= 16) value = butterfly_step<Operation, 15>(value);
-#else
-    if constexpr (Width >= 8) value = butterfly_step<Operation, 4>(value);
-    if constexpr (Width >= 16) value = butterfly_step<Operation, 8>(value);
-#endif
-    if constexpr (Width >= 32) value = butterfly_step<Operation, 16>(value);
-    if constexpr (Width >= 64) value = butterfly_step<Operation, 32>(value);
-    return value;
-}
-
-template <i32 Width>
-K3_DEVICE float group_sum(float value) { return group_reduce<sum_of, Width>(value); }
-template <i32 Width>
-K3_DEVICE float group_max(float value) { return group_reduce<maximum_of, Width>(value); }
-K3_DEVICE float wave_sum(float value) { return group_reduce<sum_of, wave_size>(value); }
-K3_DEVICE float wave_max(float value) { return group_reduce<maximum_of, wave_size>(value); }
-
-// Reduce over a block of Threads; every thread gets the result. `scratch`: Threads / wave_size floats of shared memory.
-// Leave a barrier between two uses of one scratch.
-template <typename Operation, i32 Threads>
-K3_DEVICE float block_reduce(float value, float* scratch) {
-    static_assert(Threads % wave_size == 0, "block_reduce: whole waves");
-    constexpr i32 waves = Threads / wave_size;
-    value = group_reduce<Operation, wave_size>(value);
-    if constexpr (waves == 1) return value;
-    if (lane() == 0) scratch[wave()] = value;
-    barrier();
-    float result = scratch[0];
-#pragma unroll
-    for (i32 i = 1; i < waves; ++i) result = Operation::apply(result, scratch[i]);
-    return result;
-}
-
-template <i32 Threads>
-K3_DEVICE float block_sum(float value, float* scratch) { return block_reduce<sum_of, Threads>(value, scratch); }
-template <i32 Threads>
-K3_DEVICE float block_max(float value, float* scratch) { return block_reduce<maximum_of, Threads>(value, scratch); }
-
 }  // namespace k3
+
+#include "wave.h"

@@ -27,6 +27,7 @@ from k3rewrite.kernels.attn_res_norm.schedule import (
     schedules_of,
     wide_enough,
 )
+from k3rewrite.kernels.headers import HEADERS
 from k3rewrite.ops.kernel import Kernel, TritonUnit, Unit
 from k3rewrite.ops.vocabulary import Op
 from k3rewrite.targets import Target
@@ -67,7 +68,7 @@ def kernels_of(op: Op, run: Callable[..., Any]) -> tuple[Kernel, Kernel]:
         launch=functools.partial(run, mix=hip_kernel.mix_rows_by_call),
         units=_hip_units,
         cost_us=cost_us(HIP_FLOOR_US),
-        sources=(hip_kernel.PATH, _FOLDER.parent / "portability.h", _FOLDER / "hip_kernel.py", *_TRITON_SOURCES),
+        sources=(hip_kernel.PATH, *HEADERS, _FOLDER / "hip_kernel.py", *_TRITON_SOURCES),
     )
     return triton, hip
 

@@ -73,14 +73,28 @@ def handed_over(named: Mapping[str, Any], facts: Facts, few: Few, aligned: Mappi
     return launch.experts(**named)
 
 
-def defines(prefix: str, facts: Facts, ids: torch.dtype, **values: int) -> dict[str, str]:
+SHARES = {torch.float32: "float", torch.bfloat16: "bf16"}
+"""dtypes of routing weights that are read"""
+
+
+def dtype_objection(arguments: Mapping[str, Any]) -> str | None:
+    """To the dtypes of what is handed in and out beside the experts."""
+    if arguments["out_dtype"] != torch.bfloat16:
+        return "writes bfloat16"
+    if (dtype := arguments["weights"].dtype) not in SHARES:
+        return f"reads routing weights in float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def defines(prefix: str, facts: Facts, **values: int) -> dict[str, str]:
     """Macros with what both sources need to know of a call, and `values`."""
     every = {
         "INNER": facts.inner,
         "WIDTH": facts.width,
         "OUTER": facts.outer,
         "TOP_K": facts.top_k,
-        "IDS": "i64" if ids == torch.int64 else "i32",
+        "IDS": "i64" if facts.ids == torch.int64 else "i32",
+        "SHARES": SHARES[facts.shares],
         "SITU": int(facts.activation == "situ"),
         "LINEAR": int(facts.linear),
         "PRODUCT_BF16": int(facts.product == torch.bfloat16),

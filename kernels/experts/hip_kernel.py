@@ -97,10 +97,8 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
         return reason
     if arguments["format"] != "dense":
         return f"reads dense weights, not {arguments['format']}"
-    if arguments["out_dtype"] != torch.bfloat16:
-        return "writes bfloat16"
-    if arguments["weights"].dtype != torch.float32:
-        return "the routing weights are not float32"
+    if reason := hip_call.dtype_objection(arguments):
+        return reason
     for name in ("x", "w_gate", "w_down"):
         tensor = arguments[name]
         steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if not same_size(n, 1)][:-1]
@@ -114,18 +112,18 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
     facts = Facts.of(arguments, target.vendor == "nvidia")
-    ids, tokens = arguments["ids"].dtype, arguments["x"].shape[0]
+    tokens = arguments["x"].shape[0]
     layouts = [layout_for(facts, tokens)] if isinstance(tokens, int) else [layout_for(facts, n) for n in (1, 1 << 20)]
-    made = [unit for layout in layouts for unit in both_units(facts, ids, layout, target.wave_size)]
+    made = [unit for layout in layouts for unit in both_units(facts, layout, target.wave_size)]
     return [unit for index, unit in enumerate(made) if unit not in made[:index]]
 
 
-def both_units(facts: Facts, ids: torch.dtype, layout: Layout, wave_size: int) -> list[HipUnit]:
+def both_units(facts: Facts, layout: Layout, wave_size: int) -> list[HipUnit]:
     """The two launches of a layout."""
     lanes = layout.lanes(facts.width, wave_size)
     own = {"LANES": lanes, "GROUP": layout.group, "UNROLL": layout.unroll}
     own["DEPENDENT"] = int((layout.gate_up_dependent or layout.down_dependent) and facts.nvidia)
-    macros = hip_call.defines("WARP_DECODE", facts, ids, **own)
+    macros = hip_call.defines("WARP_DECODE", facts, **own)
     sizes = {GATE_UP: (layout.gate_up_waves, layout.gate_up_rows), DOWN: (layout.down_waves, layout.down_rows)}
     return [
         HipUnit(
@@ -155,7 +153,7 @@ def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tenso
     hidden = x.new_empty((routes, facts.width))
     blocks = -(-facts.width // (layout.gate_up_waves * layout.gate_up_rows))
     with torch.cuda.device(x.device):
-        functions = _functions(facts, ids.dtype, layout, x.device)
+        functions = _functions(facts, layout, x.device)
         wave_size = load_target("auto").wave_size
         functions[GATE_UP](
             grid=(routes, blocks),
@@ -178,7 +176,7 @@ def warp_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tenso
 
 
 @cache
-def _functions(facts: Facts, ids: torch.dtype, layout: Layout, device: torch.device) -> Mapping[str, Any]:
+def _functions(facts: Facts, layout: Layout, device: torch.device) -> Mapping[str, Any]:
     """The kernels for these sizes, compiled and loaded on `device`, the current one."""
-    units = both_units(facts, ids, layout, load_target("auto").wave_size)
+    units = both_units(facts, layout, load_target("auto").wave_size)
     return {unit.symbol: loaded_function(unit) for unit in units}

@@ -74,8 +74,8 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
         return reason
     if arguments["format"] != "mxfp4":
         return f"reads mxfp4 weights, not {arguments['format']}"
-    if arguments["out_dtype"] != torch.bfloat16 or arguments["weights"].dtype != torch.float32:
-        return "routing weights are float32, the result is bfloat16"
+    if reason := hip_call.dtype_objection(arguments):
+        return reason
     facts = Facts.of(arguments, nvidia=True)
     for name, size, step in (
         ("x", facts.inner, 2 * SPAN),
@@ -98,9 +98,8 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
-    return all_units(
-        Facts.of(arguments, nvidia=True), arguments["ids"].dtype, layout_for(Facts.of(arguments, nvidia=True))
-    )
+    facts = Facts.of(arguments, nvidia=True)
+    return all_units(facts, layout_for(facts))
 
 
 def layout_for(facts: Facts) -> Layout:
@@ -108,13 +107,13 @@ def layout_for(facts: Facts) -> Layout:
     return CHOSEN if facts.width <= 4 * SPAN else replace(CHOSEN, group=1)
 
 
-def all_units(facts: Facts, ids: torch.dtype, layout: Layout) -> list[HipUnit]:
+def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
     """The three launches of a layout: prepare, gate/up, down."""
 
     def unit(symbol: str, waves: int, ring: int, stage: int, **own: int) -> HipUnit:
         if ring:
             own, symbol = {"RING": ring}, symbol.replace("mxfp4_", "mxfp4_ring_")
-        macros = hip_call.defines("MXFP4", facts, ids, WAVES=waves, **own)
+        macros = hip_call.defines("MXFP4", facts, WAVES=waves, **own)
         return HipUnit(RING_PATH if ring else PATH, symbol, macros, dynamic_lds=waves * ring * stage)
 
     own = {"GROUP": layout.group, "TILES": layout.tiles, "OCCUPANCY": layout.occupancy}
@@ -146,7 +145,7 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
     )
     hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
     with torch.cuda.device(x.device):
-        launches = _launches(facts, ids.dtype, layout, x.device)
+        launches = _launches(facts, layout, x.device)
         launches[0](
             grid=(tokens, -(-facts.inner // (8 * 32 * _PREPARING))),
             threads=32 * _PREPARING,
@@ -172,8 +171,8 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
 
 
 @cache
-def _launches(facts: Facts, ids: torch.dtype, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
+def _launches(facts: Facts, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
     """The kernels for these sizes, compiled and loaded on `device`, the current one. Each is launched before the one
     before it ends, and waits for it inside."""
-    units = all_units(facts, ids, layout)
+    units = all_units(facts, layout)
     return tuple(partial(loaded_function(u), dynamic_lds=u.dynamic_lds, dependent=True) for u in units)

@@ -15,6 +15,7 @@ from k3rewrite.kernels.experts.op import OP
 from k3rewrite.kernels.experts.paths import described
 from k3rewrite.kernels.experts.plan import DOWN_WEIGHTS, NAMES, PARAMETER, WEIGHTS, Facts, Step, plan
 from k3rewrite.kernels.experts.schedule import LADDER, Schedule, schedules_of
+from k3rewrite.kernels.headers import HEADERS
 from k3rewrite.ops.kernel import Kernel, TritonUnit
 from k3rewrite.targets import Target
 
@@ -26,7 +27,7 @@ _SOURCES = (
 )
 _HIP_SOURCES = (
     *(_FOLDER / name for name in ("hip_call.py", "hip_kernel.py", "hip/activation.h", "hip/mxfp4.h")),
-    *(_FOLDER.parent / name for name in ("portability.h", "nvidia.h")),
+    *HEADERS,
 )
 _FLOOR_US = 6.0
 """two launches, the second overlapping the first; not measured yet"""

@@ -37,7 +37,10 @@ def experts(
     Scales are None for "dense", else uint8 E8M0, one for 32 columns: s_gate, s_up [E, I, K / 32], s_down
     [E, N, I / 32].
     """
+    _demand(ids, weights, w_gate, w_up, w_down, s_gate, s_up, s_down, format, activation)
     count, top_k = w_gate.shape[0], ids.shape[-1]
+    if isinstance(count, int) and isinstance(top_k, int) and 0 in (count, top_k):
+        return x.new_zeros((ids.shape[0], w_down.shape[1]), dtype=out_dtype)
     local = ids.flatten().long() - first
     inside = (local >= 0) & (local < count)
     group = torch.where(inside, local, count - 1)  # what is outside is computed with the last expert, and dropped
@@ -70,7 +73,7 @@ def _grouped_mm_takes(weight: Tensor) -> bool:
     """torch's grouped product wants one dimension of a matrix dense and all others at multiples of 16 bytes."""
     step = 16 // weight.element_size()
     columns, strides = weight.shape[2], weight.stride()
-    return 1 in strides[1:] and all(s == 1 or s % step == 0 for s in (*strides, columns))
+    return 1 in strides[1:] and all(s == 1 or (s > 0 and s % step == 0) for s in (*strides, columns))
 
 
 def experts_fake(
@@ -79,13 +82,32 @@ def experts_fake(
     first: int, product_dtype: torch.dtype, compute_dtype: torch.dtype, hidden_dtype: torch.dtype,
     route_dtype: torch.dtype, combine_dtype: torch.dtype, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    _demand(ids, weights, w_gate, w_up, w_down, s_gate, s_up, s_down, format, activation)
+    return x.new_empty((ids.shape[0], w_down.shape[1]), dtype=out_dtype)
+
+
+def _demand(
+    ids: Tensor, weights: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, s_gate: Tensor | None,
+    s_up: Tensor | None, s_down: Tensor | None, format: str, activation: str,
+) -> None:  # fmt: skip
+    """Raises ValueError for arguments that mean nothing. Symbolic sizes are not compared, which would add guards."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"k3::experts: activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
     if format not in FORMATS:
         raise ValueError(f"k3::experts: format {format!r}; known: {', '.join(FORMATS)}")
-    if (format == "dense") != (s_gate is None and s_up is None and s_down is None):
+    scales = (s_gate, s_up, s_down)
+    if any(scale is not None for scale in scales) if format == "dense" else None in scales:
         raise ValueError(f"k3::experts: format {format!r} with {'scales' if format == 'dense' else 'missing scales'}")
-    return x.new_empty((ids.shape[0], w_down.shape[1]), dtype=out_dtype)
+    if ids.dtype.is_floating_point or ids.dtype is torch.bool:
+        raise ValueError(f"k3::experts: ids are {ids.dtype}; numbers of experts are integers")
+    for what, one, other in (
+        ("weights and ids", weights.shape, ids.shape),
+        ("w_up and w_gate", w_up.shape, w_gate.shape),
+        ("experts of w_down and w_gate", w_down.shape[:1], w_gate.shape[:1]),
+    ):
+        known = all(isinstance(size, int) for size in (*one, *other))
+        if len(one) != len(other) or (known and tuple(one) != tuple(other)):
+            raise ValueError(f"k3::experts: {what} have the shapes {list(one)} and {list(other)}")
 
 
 def _cost(

@@ -43,6 +43,8 @@ class Facts:
     route: torch.dtype
     combine: torch.dtype
     out: torch.dtype
+    ids: torch.dtype
+    shares: torch.dtype
     nvidia: bool
 
     @staticmethod
@@ -63,6 +65,8 @@ class Facts:
             route=arguments["route_dtype"],
             combine=arguments["combine_dtype"],
             out=arguments["out_dtype"],
+            ids=arguments["ids"].dtype,
+            shares=arguments["weights"].dtype,
             nvidia=nvidia,
         )
 

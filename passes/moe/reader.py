@@ -46,6 +46,8 @@ class Reader:
         self.products: set[Node] = set()
         """nodes with a product with experts' weights in them"""
         self.blocked: dict[Node, str] = {}
+        self.distinct: set[Node] = set()
+        """nodes that mean what they are read as because no id stands twice in a row"""
         self.counted: dict[Node, tuple[Any, int]] = {}
         """groups that are looked for among the ends of some: of how many, and how many of the last may be left out"""
         self.seeds = neighbourhood.seeds(anchor)

@@ -89,9 +89,11 @@ def _scatter(reader: Reader, node: Node, arguments: Arguments) -> Value | None:
     chosen = as_index(ids.element)
     if not isinstance(chosen, Element):
         return None
-    if not adds and not _are_distinct(chosen, set(ids.dims[-1])):
-        reason = "an id may stand twice in a row, and a weight that is scattered replaces another"
-        raise Unreadable(reason, telling=True)
+    if not adds:
+        if not _are_distinct(chosen, set(ids.dims[-1])):
+            reason = "an id may stand twice in a row, and a weight that is scattered replaces another"
+            raise Unreadable(reason, telling=True)
+        reader.distinct.add(node)
     slots = ids.dims[-1]
     bound = {axis: Axis(axis.size) for axis in slots}
     renamed = {old: position(new) for old, new in bound.items()}

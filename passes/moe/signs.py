@@ -26,6 +26,9 @@ NUMBERED = frozenset({
     aten.full.default, aten.full_like.default, aten.new_full.default,
 })  # fmt: skip
 """negative with a negative number, or on what may be negative"""
+RAISED = frozenset({
+    aten.clamp.default, aten.clamp.Tensor, aten.remainder.Scalar, aten.remainder.Tensor,
+})  # fmt: skip
 _NUMBERS = ("self", "other", "value", "alpha", "min", "max", "fill_value")
 LEVELS = 8
 
@@ -44,6 +47,10 @@ def may_be_negative(node: Node, levels: int = LEVELS) -> bool:
     if node.target is aten.cat.default:
         parts = [part for part in arguments["tensors"] if isinstance(part, Node)]
         return any(may_be_negative(part, levels - 1) for part in parts)
+    if node.target in RAISED:
+        bound = constant(arguments.get("min", arguments.get("other")))
+        if bound is not None and bound >= 0:
+            return False  # at least a number that is none below zero, or the remainder of one above
     if node.target in NUMBERED:
         inputs = [arguments[name] for name in ("self", "other") if isinstance(arguments.get(name), Node)]
         return _has_negative_number(arguments) or any(may_be_negative(n, levels - 1) for n in inputs)

@@ -31,6 +31,8 @@ class Site:
     x: Node
     ids: Node
     weights: Node
+    distinct: bool = False
+    """whether the model means the same only if no id stands twice in a row, as its top-k sees to"""
 
 
 def site_around(anchor: Node) -> Iterator[Site | NotExperts]:
@@ -94,7 +96,7 @@ def _site(root: Node, anchor: Node, reader: Reader) -> Site:
         )
     for weight in (experts.w_gate, experts.w_up, experts.w_down):
         check_tables(weight)
-    return Site(root, frozenset(nodes), experts, x, ids, weights)
+    return Site(root, frozenset(nodes), experts, x, ids, weights, distinct=not nodes.isdisjoint(reader.distinct))
 
 
 def _input(

@@ -59,7 +59,8 @@ def expected_table(kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def region_values(site: Site, seed: int) -> Mapping[Node, Tensor]:
-    """Ids that leave most experts empty, name the last ones, or any; bytes and scales of a usual size; the tables."""
+    """Ids that are any, that leave most experts empty, and the last ones, each twice in a row unless the model rules
+    that out; bytes and scales of a usual size; the tables."""
     found: dict[Node, Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     stored = site.experts.w_down.values
@@ -68,7 +69,8 @@ def region_values(site: Site, seed: int) -> Mapping[Node, Tensor]:
     top_k, rows = shape[-1], torch.Size(shape[:-1]).numel()
     any_ids = torch.rand(rows, max(count, top_k), generator=generator).argsort(-1)[:, :top_k] % count
     few = torch.arange(top_k).expand(rows, -1) % count
-    ids = {0: any_ids, 1: few, 2: count - 1 - few}[seed]
+    last = count - 1 - (few if site.distinct else few // 2)
+    ids = {0: any_ids, 1: few, 2: last}[seed]
     found[site.ids] = ids.reshape(shape).to(site.ids.meta["val"].dtype).to(site.ids.meta["val"].device)
     for weight in (site.experts.w_gate, site.experts.w_up, site.experts.w_down):
         if weight.scales is None:

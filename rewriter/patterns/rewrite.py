@@ -80,6 +80,7 @@ def apply_rule(
                 first = objections[0]
                 miss = Miss(reason=first.reason, **{**where, "source": _place_of(first.node, where["source"])})
                 (report.refused if first.built else report.missed).append(miss)
+                report.declined += first.declined
             else:
                 place = _place_of(attempt.node, where["source"])
                 report.missed.append(
@@ -128,8 +129,10 @@ def _try(
         if isinstance(rewrite, Refusal):
             return rewrite
         refusal = _contract(rewrite) or _reads(graph, rewrite, before, writers) or _aliases(graph, rewrite, writers)
-        if refusal := refusal or rule.accept(match, rewrite.new):
+        if refusal:
             return replace(refusal, built=True)
+        if refusal := rule.accept(match, rewrite.new):
+            return replace(refusal, built=True, declined=True)
         if verify is not None and (wrong := verify(rewrite)) is not None:
             raise VerificationError(
                 f"rule {rule.name}: {wrong.reason}",

@@ -47,11 +47,12 @@ class Policy(str, Enum):
 @dataclass(frozen=True)
 class Refusal:
     """Why a match is not rewritten; `node` is the place that decides it, `built` says that the replacement was there
-    and was turned down (contract, storage, `Rule.accept`)."""
+    and was turned down (contract, storage, `Rule.accept`), `declined` that it was by `Rule.accept`."""
 
     reason: str
     node: Node | None = None
     built: bool = False
+    declined: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ MAX_LENGTH = 200
 MAX_DEPTH = 40
 ALLOWED = "numbers, 'text', names, + - * / // %, == != < <= > >=, and, or, not, parentheses"
 
-EXPECT_NAMES = ("matched", "candidates", "refused")
+EXPECT_NAMES = ("matched", "candidates", "declined")
 """Names that an `expect` has beside those of the run."""
 
 Value: TypeAlias = bool | int | float | str

@@ -117,7 +117,7 @@ def _note_costs(report: PassReport, before: tuple[int, Cost], after: tuple[int, 
 def _check_expectation(report: PassReport, entry: PassConfig, names: Mapping[str, Value]) -> None:
     if entry.expect is None:
         return
-    counts = {"matched": report.matched, "candidates": report.candidates, "refused": len(report.refused)}
+    counts = {"matched": report.matched, "candidates": report.candidates, "declined": report.declined}
     expression = parse_expect(entry.expect, entry.place)
     report.expect_ok = expression.holds({**names, **counts})
     if report.expect_ok:

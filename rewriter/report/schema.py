@@ -62,8 +62,9 @@ class PassReport:
     """What one pass did. Byte counts are bytes read and written in device memory by one execution of the graph.
 
     `missed` are candidates whose pattern or guard failed. `refused` are those that were recognised: their rewrite would
-    have broken the contract, no kernel takes it, or another site had claimed their nodes. `expect_ok` is None without
-    an expectation. `skipped` holds the reason if the pass did not run (its `when` was false), else "".
+    have broken the contract, no kernel takes it, or another site had claimed their nodes; `declined` counts those of
+    which nothing but the rule's own last condition was in the way (`lift_moe`: no kernel takes it). `expect_ok` is None
+    without an expectation. `skipped` holds the reason if the pass did not run (its `when` was false), else "".
     """
 
     name: str
@@ -73,6 +74,7 @@ class PassReport:
     matched: int = 0
     missed: list[Miss] = field(default_factory=list)
     refused: list[Miss] = field(default_factory=list)
+    declined: int = 0
     sites: list[Site] = field(default_factory=list)
     expect: str | None = None
     expect_ok: bool | None = None

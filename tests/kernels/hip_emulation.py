@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from k3rewrite.emit.source import include_folder
 from k3rewrite.ops.kernel import HipUnit
 
 COMPILER = shutil.which("g++")
@@ -43,7 +44,8 @@ def emulated(unit: HipUnit, folder: Path, wave_size: int = 32) -> Callable[..., 
     driver, library = folder / f"{key}.cpp", folder / f"{key}.so"
     if not library.exists():
         driver.write_text(_DRIVER.format(source=unit.path.name, symbol=unit.symbol))
-        command = [COMPILER, *flags, f"-I{EMULATION}", f"-I{unit.path.parent}", "-o", library, driver]
+        folders = (EMULATION, unit.path.parent, include_folder())
+        command = [COMPILER, *flags, *(f"-I{each}" for each in folders), "-o", library, driver]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
     loaded = ctypes.CDLL(str(library))

@@ -90,6 +90,7 @@ def test_hip_source(run: Run, shape: dict[str, int], activation: str) -> None:
     for tokens in (1, 3):
         case = make_case(tokens, 4, 8, **shape, activation=activation, device="cuda")
         check(run, case)
+        case.weights = case.weights.bfloat16()
         check(run, case, "model" if activation == "situ" else "bf16")
 
 

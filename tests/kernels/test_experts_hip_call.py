@@ -82,7 +82,7 @@ def test_one_layout_for_few_results_and_one_for_more() -> None:
     few, more = hip_kernel.layout_for(facts, 1), hip_kernel.layout_for(facts, 4096)
     assert (few, more) == (hip_kernel.FEW_OUTPUTS, hip_kernel.CHOSEN)
     assert hip_kernel.layout_for(Facts.of(arguments("dense", 1), nvidia=False), 1) == hip_kernel.CHOSEN
-    both = {unit.symbol for unit in hip_kernel.both_units(facts, torch.int64, few, 32)}
+    both = {unit.symbol for unit in hip_kernel.both_units(facts, few, 32)}
     assert both == {hip_kernel.GATE_UP, hip_kernel.DOWN}
 
 

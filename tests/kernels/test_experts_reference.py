@@ -62,3 +62,43 @@ def test_every_code_of_the_mx_formats() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(e2m1_values(codes, torch.float32).view(256, 2), pair_table(torch.float32))
     assert torch.equal(e8m0_values(codes, torch.float32).nan_to_num(-1), scale_table(torch.float32).nan_to_num(-1))
+
+
+def test_weights_that_are_one_row_shown_often() -> None:
+    case = make_case(3, 2, 4, 32, 16, 32, activation="silu")
+    arguments = case.arguments(ALL_BF16)
+    shown = {name: arguments[name][:, :1].expand_as(arguments[name]) for name in ("w_gate", "w_up", "w_down")}
+    result, copied = (
+        torch.ops.k3.experts.default(**arguments | weights)
+        for weights in (shown, {name: tensor.contiguous() for name, tensor in shown.items()})
+    )
+    torch.testing.assert_close(result, copied, rtol=2e-2, atol=2e-2)
+
+
+def test_no_expert_and_no_slot_give_zeros() -> None:
+    arguments = make_case(3, 2, 4, 32, 16, 48).arguments(FEWEST)
+    for changes in (
+        {name: arguments[name][:0] for name in ("w_gate", "w_up", "w_down")},
+        {name: arguments[name][:, :0] for name in ("ids", "weights")},
+    ):
+        assert torch.equal(torch.ops.k3.experts.default(**arguments | changes), torch.zeros(3, 48).bfloat16())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_arguments_that_mean_nothing_are_refused_by_the_real_and_the_fake_op(device: str) -> None:
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in make_case(3, 2, 4, 32, 16, 48).arguments(FEWEST).items()
+    }
+    for changes, message in (
+        ({"activation": "gelu"}, "activation 'gelu'; known: silu, situ"),
+        ({"format": "int4"}, "format 'int4'"),
+        ({"format": "mxfp4"}, "missing scales"),
+        ({"s_down": arguments["w_down"]}, "format 'dense' with scales"),
+        ({"ids": arguments["weights"]}, "ids are torch.float32"),
+        ({"weights": arguments["weights"].t()}, r"weights and ids have the shapes \[2, 3\] and \[3, 2\]"),
+        ({"w_up": arguments["w_up"][:, :1]}, "w_up and w_gate"),
+        ({"w_down": arguments["w_down"][:2]}, "experts of w_down and w_gate"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.k3.experts.default(**arguments | changes)

@@ -42,7 +42,7 @@ def _block(heading: str, language: str) -> str:
 def module(tmp_path: Path) -> Iterator[ModuleType]:
     """The block pasted into a file of its own, and imported."""
     path = tmp_path / "readme_pass.py"
-    path.write_text(_block("A pass in thirty lines", "python"))
+    path.write_text(_block("A pass in one file", "python"))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -67,7 +67,7 @@ def shown(module: ModuleType) -> type[RulePass]:
 def _run(made: type[RulePass], tmp_path: Path) -> tuple[Any, dict[str, PassReport]]:
     """The graph of the first example after the pipeline that README shows, and the report of each pass."""
     path = tmp_path / "readme.yaml"
-    path.write_text(_block("A pass in thirty lines", "yaml"))
+    path.write_text(_block("A pass in one file", "yaml"))
     known = {**PASSES, made.name: made}
     config = load_pipeline(path, known_passes=known)
     example = made().rules()[0].examples()[0]
@@ -79,7 +79,7 @@ def _run(made: type[RulePass], tmp_path: Path) -> tuple[Any, dict[str, PassRepor
 
 
 def test_its_lines_are_about_thirty() -> None:
-    lines = [line for line in _block("A pass in thirty lines", "python").splitlines() if line]
+    lines = [line for line in _block("A pass in one file", "python").splitlines() if line]
     own = [line for line in lines if not line.startswith(("import ", "from ", '"""'))]
     assert len(own) <= 30
 

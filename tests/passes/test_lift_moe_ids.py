@@ -7,9 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from small_graphs import traced
 from torch import Tensor
 
 from k3rewrite.backend import Backend
+from k3rewrite.passes.moe.neighbourhood import is_down_projection
+from k3rewrite.passes.moe.sites import Site, site_around
+from k3rewrite.passes.moe.tables import region_values
 
 TOKENS, INNER, WIDTH, EXPERTS = 5, 32, 16, 6
 BF16 = torch.bfloat16
@@ -68,8 +72,14 @@ NEGATIVE = {
     "added -1 times": _of(lambda ids: torch.add(torch.zeros_like(ids), ids, alpha=-1)),
 }
 
+NOT_NEGATIVE = {
+    "a difference, at least 0": _of(lambda ids: (ids - 1).clamp(min=0)),
+    "remainder of a difference": _of(lambda ids: (ids - 1).remainder(EXPERTS)),
+    "at most the last": _of(lambda ids: ids.clamp(max=EXPERTS - 1)),
+}
 
-def _compiled_and_eager(model: Model) -> tuple[Tensor, Tensor, int]:
+
+def _arguments() -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -77,7 +87,11 @@ def _compiled_and_eager(model: Model) -> tuple[Tensor, Tensor, int]:
 
     x, shares = normal(TOKENS, INNER), torch.rand(TOKENS, 2, generator=generator).to(BF16)
     ids = torch.randn(TOKENS, EXPERTS, generator=generator).topk(2).indices
-    arguments = (x, ids, shares, normal(EXPERTS, 2 * WIDTH, INNER), normal(EXPERTS, INNER, WIDTH))
+    return x, ids, shares, normal(EXPERTS, 2 * WIDTH, INNER), normal(EXPERTS, INNER, WIDTH)
+
+
+def _compiled_and_eager(model: Model) -> tuple[Tensor, Tensor, int]:
+    arguments = _arguments()
     backend = Backend({"target": "h200", "finalise": "eager"})
     torch._dynamo.reset()
     with torch.no_grad():
@@ -91,8 +105,23 @@ def test_left_alone_and_equal(model: Model) -> None:
     assert matched == 0 and torch.equal(got, want)
 
 
-@pytest.mark.parametrize("model", [_scattered(lambda logits: logits.topk(2).indices), _gathered])
-def test_the_same_with_ids_as_they_are_is_lifted(model: Model) -> None:
+AS_THEY_ARE = {"scattered": _scattered(lambda logits: logits.topk(2).indices), "gathered": _gathered}
+
+
+@pytest.mark.parametrize("model", [*AS_THEY_ARE.values(), *NOT_NEGATIVE.values()], ids=[*AS_THEY_ARE, *NOT_NEGATIVE])
+def test_distinct_numbers_of_experts_are_lifted(model: Model) -> None:
     got, want, matched = _compiled_and_eager(model)
     assert matched == 1
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_regions_are_run_with_ids_that_stand_twice_where_the_model_allows_it() -> None:
+    """A reading that lost one of two equal ids would be found by `verify: regions`."""
+    drawn = {}
+    for name, model in AS_THEY_ARE.items():
+        graph = traced(model, _arguments()).graph
+        outcomes = [outcome for node in graph.nodes if is_down_projection(node) for outcome in site_around(node)]
+        site = next(outcome for outcome in outcomes if isinstance(outcome, Site))
+        rows = [region_values(site, seed)[site.ids].sort(-1).values for seed in range(3)]
+        drawn[name] = [bool((row.diff(dim=-1) == 0).any()) for row in rows]
+    assert drawn == {"gathered": [False, False, True], "scattered": [False, False, False]}

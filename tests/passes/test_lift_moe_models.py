@@ -113,6 +113,7 @@ def test_without_a_kernel_the_mixture_is_left_to_its_spelling() -> None:
         torch.compile(model, backend=backend, fullgraph=True)(*args)
     report = _report(backend, "lift_moe")
     assert (report.matched, len(report.refused)) == (0, config.counts()["n_moe_layers"]) and not report.missed
+    assert report.declined == len(report.refused)
     assert {miss.reason for miss in report.refused} == {
         "no kernel takes k3::experts here (target cpu runs the reference); 'leave_without_kernel: false' lifts it all "
         "the same"

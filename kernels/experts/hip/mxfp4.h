@@ -25,6 +25,7 @@
 namespace k3 {
 
 typedef MXFP4_IDS id_type;
+typedef MXFP4_SHARES share_type;
 
 constexpr i32 waves = MXFP4_WAVES;
 constexpr i32 threads = waves * 32;

@@ -19,6 +19,7 @@
 //   MXFP4_GROUP                   experts of which a wave of the down kernel has loads in flight together
 //   MXFP4_OCCUPANCY               waves of a quarter of a multiprocessor for which gate/up's registers are kept few enough
 //   MXFP4_IDS                     i32 or i64
+//   MXFP4_SHARES                  float or bf16: the type of the routing weights
 //   MXFP4_SITU, _LINEAR, _PRODUCT_BF16, _COMPUTE_BF16, _ROUTE_BF16, _COMBINE_BF16   as in warp_decode.hip
 //   MXFP4_DEPENDENT               1: either kernel may be launched while the one before it still runs
 //
@@ -131,7 +132,7 @@ mxfp4_gate_up(
 // Grid: (tokens, OUTER / (16 * TILES)).
 K3_KERNEL(threads)
 mxfp4_down(
-    const digits* hidden, const id_type* ids, const float* shares, i32 first, i32 count, const unsigned char* w_down,
+    const digits* hidden, const id_type* ids, const share_type* shares, i32 first, i32 count, const unsigned char* w_down,
     i32 expert_stride, i32 row_stride, const unsigned char* s_down, i32 scale_expert_stride, i32 scale_row_stride,
     u32 two16, bf16* out) {
     constexpr i32 steps = MXFP4_WIDTH / span;
@@ -187,7 +188,7 @@ mxfp4_down(
                                       scales[g][2 * t + 1][s], by, two16);
                     }
                 }
-                const float share = when_bf16(MXFP4_COMBINE_BF16, shares[token * MXFP4_TOP_K + slot]);
+                const float share = when_bf16(MXFP4_COMBINE_BF16, to_float(shares[token * MXFP4_TOP_K + slot]));
 #pragma unroll
                 for (i32 r = 0; r < 2 * tiles; ++r) {
                     float result = k3::fma(sum[r / 2][r % 2 * 2], 256.0f, sum[r / 2][r % 2 * 2 + 1]);

@@ -131,7 +131,7 @@ mxfp4_ring_gate_up(
 // Grid: (tokens, OUTER / 16).
 K3_KERNEL(threads)
 mxfp4_ring_down(
-    const digits* hidden, const id_type* ids, const float* shares, i32 first, i32 count, const unsigned char* w_down,
+    const digits* hidden, const id_type* ids, const share_type* shares, i32 first, i32 count, const unsigned char* w_down,
     i32 expert_stride, i32 row_stride, const unsigned char* s_down, i32 scale_expert_stride, i32 scale_row_stride,
     u32 two16, bf16* out) {
     constexpr i32 each = (MXFP4_TOP_K + waves - 1) / waves;  // experts of a wave
@@ -180,7 +180,7 @@ mxfp4_ring_down(
         const i32 slot = n * waves + wave();
         if (expert_of(n) >= 0) {
             const down_stage& from = stages[n % ring];
-            const float share = when_bf16(MXFP4_COMBINE_BF16, shares[token * MXFP4_TOP_K + slot]);
+            const float share = when_bf16(MXFP4_COMBINE_BF16, to_float(shares[token * MXFP4_TOP_K + slot]));
             float sum[4] = {};
 #pragma unroll
             for (i32 s = 0; s < down_steps; ++s) {

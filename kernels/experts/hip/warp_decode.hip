@@ -19,6 +19,7 @@
 //   WARP_DECODE_GROUP      rounds of experts of which a wave of the down kernel has loads in flight together
 //   WARP_DECODE_UNROLL     vectors of 8 columns that a lane of the gate/up kernel has in flight together
 //   WARP_DECODE_IDS        i32 or i64: the type of ids
+//   WARP_DECODE_SHARES     float or bf16: the type of the routing weights
 //   WARP_DECODE_SITU, _LINEAR   1: SiTU instead of SiLU; the up half goes through a tanh of its own
 //   WARP_DECODE_PRODUCT_BF16, _COMPUTE_BF16, _ROUTE_BF16, _COMBINE_BF16   1: the model's roundings (op.py)
 //   WARP_DECODE_DEPENDENT  1: either kernel may be launched while the one before it still runs (NVIDIA, sm_90 and later);
@@ -34,6 +35,7 @@ namespace {
 using namespace k3;
 
 typedef WARP_DECODE_IDS id_type;
+typedef WARP_DECODE_SHARES share_type;
 
 constexpr i32 rows = WARP_DECODE_ROWS;
 constexpr i32 waves = WARP_DECODE_THREADS / wave_size;
@@ -117,7 +119,7 @@ warp_decode_gate_up(const bf16* x, i32 x_stride, const id_type* ids, i32 first, 
 
 // Grid: (tokens, blocks of WAVES * ROWS outputs).
 K3_KERNEL(WARP_DECODE_THREADS)
-warp_decode_down(const bf16* hidden, const id_type* ids, const float* weights, i32 first, i32 count,
+warp_decode_down(const bf16* hidden, const id_type* ids, const share_type* weights, i32 first, i32 count,
                  const bf16* w_down, i32 expert_stride, i32 row_stride, bf16* out) {
     constexpr i32 vectors = WARP_DECODE_WIDTH / 8;
     constexpr i32 steps = (vectors + lanes - 1) / lanes;
@@ -158,7 +160,7 @@ warp_decode_down(const bf16* hidden, const id_type* ids, const float* weights, i
             // by zero.
             const i32 slot = (round + g) * together + lane() / lanes;
             const i64 route = token * WARP_DECODE_TOP_K + (slot < WARP_DECODE_TOP_K ? slot : 0);
-            const float share = weights[route];
+            const float share = to_float(weights[route]);
             float sum[rows];
 #pragma unroll
             for (i32 r = 0; r < rows; ++r) sum[r] = 0.0f;
