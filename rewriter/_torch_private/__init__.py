@@ -16,6 +16,7 @@ from k3rewrite._torch_private.distributed import group_of_name, register_functio
 from k3rewrite._torch_private.fake import (
     FakeTensor,
     FakeTensorMode,
+    convertible_fakes,
     definitely_disjoint,
     detect_fake_mode,
     fresh_fake,
@@ -61,6 +62,7 @@ __all__ = [
     "FakeTensorMode",
     "aot_module_simplified",
     "boxed_codegen",
+    "convertible_fakes",
     "definitely_disjoint",
     "detect_fake_mode",
     "eager_random",

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def detect_fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
     """The fake mode of the tensors among `values`, or the one that is active. (torch._guards, 2.1+)"""
     return torch._guards.detect_fake_mode(list(values))
+
+
+def convertible_fakes() -> AbstractContextManager[object]:
+    """Inside, fake modules can be converted: `Net().to(dtype)`. Does nothing where no fake mode is active.
+
+    `Module.to` swaps a fake parameter with its converted self and refuses if a weak reference to it exists; the fake
+    mode keeps one to each tensor that it made, to find it again by the tensor that it was made from. Nothing that is
+    only just built is looked for so, and these references are dropped. (FakeTensorConverter.tensor_memo, 2.0+)
+    """
+    mode = detect_fake_mode(())
+    return nullcontext() if mode is None else _NoMemo(mode)
+
+
+class _NoMemo(TorchDispatchMode):
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._memo = mode.fake_tensor_converter.tensor_memo
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._memo.clear()
+        return result
 
 
 def graph_fake_mode(graph: torch.fx.Graph) -> FakeTensorMode | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from k3rewrite._torch_private import FakeTensorMode
+from k3rewrite._torch_private import FakeTensorMode, convertible_fakes
 from k3rewrite.capture import dynamo, lower, run_captured
 from k3rewrite.driver import kimi_k3
 from k3rewrite.driver.compilation import Compilation, Progress, Rewritten
@@ -94,7 +94,8 @@ def _build(request: CompileRequest, config: Any, group: Any, device: str) -> Bui
             "phase": request.phase, "batch": request.batch, "tokens": request.tokens, "context": request.context,
             "dtype": request.torch_dtype, "device": device, "seed": request.seed,
         }  # fmt: skip
-        return build_from_factory(request.model, settings, asked=request.given)
+        with convertible_fakes():
+            return build_from_factory(request.model, settings, asked=request.given)
     from k3rewrite.models.kimi_k3 import build_kimi_k3
 
     return build_kimi_k3(

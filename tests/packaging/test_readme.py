@@ -1,4 +1,5 @@
-"""README.md: the pass that it shows is a whole pass, its pipelines load, and what it says of kernels is so."""
+"""README.md: the pass that it shows is a whole pass, its factory makes a model that compiles, its pipelines load, and
+what it says of kernels is so."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ import pytest
 from rule_checks import check_counterexample, check_example, vocabulary_ops
 
 from k3rewrite.capture import capture
+from k3rewrite.driver.request import resolve_request
+from k3rewrite.driver.run import compile_model
 from k3rewrite.errors import ContractError
 from k3rewrite.kernels import KERNELS, OPS
 from k3rewrite.passes import PASSES
@@ -22,8 +25,20 @@ from k3rewrite.pipeline.config import load_pipeline
 from k3rewrite.pipeline.pass_base import PassContext, RulePass
 from k3rewrite.pipeline.runner import build_passes, run_pipeline
 from k3rewrite.report.schema import PassReport
-from k3rewrite.targets import load_target
+from k3rewrite.targets import known_targets, load_target
 
+NET = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16, bias=False)
+        self.outer = torch.nn.Linear(16, 16)
+        self.outer.weight = self.inner.weight
+        self.register_buffer("scale", torch.full((16,), 0.5))
+    def forward(self, x):
+        return self.outer(self.inner(x) * self.scale)
+"""
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
@@ -108,6 +123,22 @@ def test_without_provides_it_would_be_an_error_that_says_so(shown: type[RulePass
     with pytest.raises(ContractError, match="was not announced") as caught:
         _run(Silent, tmp_path)
     assert caught.value.remedy == "name 'l2_norm' in `provides` of the pass that makes it"
+
+
+@pytest.mark.parametrize("run", [True, False], ids=["run", "no-run"])
+def test_its_factory_makes_a_model_that_compiles(run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"^```python\n(def factory.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (tmp_path / "readme_model.py").write_text(NET + block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "readme_model", raising=False)
+    request = resolve_request(
+        model="readme_model:factory", pipeline={"version": 1, "passes": ["canonicalise"], "finalise": "eager"},
+        known_passes=PASSES, known_targets=known_targets(), batch=3, dtype="float64", run=run, out=tmp_path / "runs",
+    )  # fmt: skip
+    report = compile_model(request)
+    assert report.error == "" and (report.info.batch, report.info.dtype) == (3, "float64")
+    captured = (tmp_path / "runs" / "run-001" / "graphs" / "00-captured.txt").read_text()
+    assert re.search(r"addmm +f64\[3, 16\]", captured)
 
 
 def test_its_pipeline_without_changes_of_rounding(tmp_path: Path) -> None:

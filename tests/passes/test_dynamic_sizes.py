@@ -75,7 +75,7 @@ def _is_dynamic(example: Example, size: int) -> bool:
     try:
         example.function(*_shorter(example.inputs(), size))
         _serves_both(example.function, "aot_eager", example.inputs(), size)
-    except (RuntimeError, IndexError):  # what torch itself, or the model, cannot do with that size
+    except (RuntimeError, IndexError, ValueError):  # what torch itself, the model or an op cannot do with that size
         return False
     return True
 
