@@ -13,9 +13,9 @@ from k3rewrite.passes.moe.experts import Experts, experts_of
 from k3rewrite.passes.moe.expression import Apply, Product, uncast
 from k3rewrite.passes.moe.index import Axis, Unreadable
 from k3rewrite.passes.moe.neighbourhood import is_separate_expert, roots_of
+from k3rewrite.passes.moe.ranges import Ranges, name_of
 from k3rewrite.passes.moe.reader import Reader
 from k3rewrite.passes.moe.routing import is_constant
-from k3rewrite.passes.moe.signs import may_be_negative
 from k3rewrite.passes.moe.tables import check_tables
 from k3rewrite.passes.moe.views import SPLITS
 from k3rewrite.passes.moe.weights import NotExperts, Weight
@@ -90,10 +90,8 @@ def _site(root: Node, anchor: Node, reader: Reader) -> Site:
         raise NotExperts("the down projection is not part of this sum", root, progress=0)
     _check_sizes(experts, ids, weights)
     _check_groups(reader, nodes, experts.w_down)
-    if not experts.compared and may_be_negative(ids):
-        raise NotExperts(
-            "the ids may be negative: as an index such a number counts from the last expert", ids, progress=4
-        )
+    if not experts.compared:
+        _check_signs(ids)
     for weight in (experts.w_gate, experts.w_up, experts.w_down):
         check_tables(weight)
     return Site(root, frozenset(nodes), experts, x, ids, weights, distinct=not nodes.isdisjoint(reader.distinct))
@@ -129,6 +127,21 @@ def _check_groups(reader: Reader, nodes: set[Node], weight: Weight) -> None:
             raise NotExperts(
                 f"the groups are looked for among the ends of {groups}, of {count} experts", node, progress=4
             )
+
+
+def _check_signs(ids: Node) -> None:
+    """Ids that are an index must be known to be none below zero."""
+    ranges = Ranges()
+    if ranges.of(ids).low >= 0:
+        return
+    reason = "the ids may be negative: as an index such a number counts from the last expert"
+    if ranges.unknown:
+        source = ranges.unknown[0]
+        reason += (
+            f"; nothing is known of what {name_of(source) or source.target} gives: if it is none below zero, say so by "
+            ".clamp(min=0)"
+        )
+    raise NotExperts(reason, ids, progress=4)
 
 
 def _storage(weight: Weight) -> set[Node]:

@@ -16,6 +16,18 @@ from k3rewrite.passes.moe.sites import Site, site_around
 from k3rewrite.passes.moe.tables import region_values
 
 TOKENS, INNER, WIDTH, EXPERTS = 5, 32, 16, 6
+
+
+@torch.library.custom_op("k3_test_ids::any_number", mutates_args=())
+def _any_number(ids: Tensor) -> Tensor:
+    return ids - 1
+
+
+@_any_number.register_fake
+def _(ids: Tensor) -> Tensor:
+    return torch.empty_like(ids)
+
+
 BF16 = torch.bfloat16
 Model = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -71,8 +83,17 @@ NEGATIVE = {
     "divided by -1": _of(lambda ids: torch.div(ids, -1, rounding_mode="trunc")),
     "added -1 times": _of(lambda ids: torch.add(torch.zeros_like(ids), ids, alpha=-1)),
 }
-
+NEGATIVE |= {
+    "wrapped in 8 bits": _of(lambda ids: (ids + 254).to(torch.int8).long() % EXPERTS - 2),
+    "wrapped in 16 bits": _of(lambda ids: (ids + 65530).to(torch.int16).long()),
+    "an input in 8 bits": _of(lambda ids: ids.to(torch.int8).long()),
+    "what a custom op gives": _of(lambda ids: torch.ops.k3_test_ids.any_number(ids)),
+    "a number of the program": _of(lambda ids: torch.where(ids > 2, ids, torch.tensor(-1))),
+    "counted down": _of(lambda ids: torch.arange(1, -1, -1).expand(ids.shape[0], 2) - 1),
+}
 NOT_NEGATIVE = {
+    "half of them": _of(lambda ids: ids // 2),
+    "some bits": _of(lambda ids: torch.bitwise_and(ids, 3)),
     "a difference, at least 0": _of(lambda ids: (ids - 1).clamp(min=0)),
     "remainder of a difference": _of(lambda ids: (ids - 1).remainder(EXPERTS)),
     "at most the last": _of(lambda ids: ids.clamp(max=EXPERTS - 1)),
