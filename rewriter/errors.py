@@ -28,6 +28,10 @@ class ConfigError(K3RewriteError):
     """A pipeline, target, model configuration or option that cannot be used."""
 
 
+class ModelError(K3RewriteError):
+    """Code of the user's own that raises while it makes the model; the message holds its traceback."""
+
+
 class CaptureError(K3RewriteError):
     """A model that cannot be captured as one graph; the message holds the user's source line."""
 

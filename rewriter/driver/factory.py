@@ -13,25 +13,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from k3rewrite.errors import ConfigError, did_you_mean
+from k3rewrite.errors import ConfigError, K3RewriteError, ModelError, did_you_mean
 
 
 def load_factory(spec: str) -> Callable[..., Any]:
-    """The callable behind "package.module:name". `ConfigError` if module or name does not exist.
-
-    An error inside the user's module is not caught: its traceback is what the user needs.
-    """
+    """The callable behind "package.module:name". `ConfigError` if module or name does not exist, `ModelError` if the
+    module cannot be imported."""
     module_name, _, attribute = spec.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        with _users_code(f"importing {module_name}", ModuleNotFoundError):
+            found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise
+            raise _of_users_code(f"importing {module_name}", error) from error
         raise ConfigError(
             f"no module '{error.name}'", place=f"model {spec}", remedy="run from its folder, or install it"
         ) from None
@@ -51,7 +52,10 @@ def load_factory(spec: str) -> Callable[..., Any]:
 def build_from_factory(
     spec: str, settings: Mapping[str, Any], *, asked: frozenset[str] = frozenset()
 ) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Call the factory with those of `settings` that it takes, and check that it returns (module, args, kwargs)."""
+    """Call the factory with those of `settings` that it takes, and check that it returns (module, args, kwargs).
+
+    `ModelError` if it raises, or asks Python to exit.
+    """
     factory = load_factory(spec)
     place = f"model {spec}"
     parameters = _parameters(factory, place)
@@ -73,7 +77,8 @@ def build_from_factory(
             remedy=f"give {'it a default' if len(missing) == 1 else 'them defaults'}; "
             f"what a factory can be given, by name: {', '.join(settings)}",
         )
-    result = factory(**{name: value for name, value in settings.items() if name in taken or takes_any})
+    with _users_code(f"the factory {spec}"):
+        result = factory(**{name: value for name, value in settings.items() if name in taken or takes_any})
     if isinstance(result, tuple) and len(result) == 3:
         module, args, kwargs = result
         if isinstance(module, torch.nn.Module) and isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping):
@@ -93,6 +98,32 @@ def settings_taken(spec: str, names: Iterable[str]) -> frozenset[str]:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return frozenset(names)
     return frozenset(names) & {p.name for p in parameters if p.kind in _BY_NAME}
+
+
+@contextmanager
+def _users_code(what: str, *through: type[BaseException]) -> Iterator[None]:
+    """`ModelError` for what the user's code raises, but for errors of ours and those to be let through."""
+    try:
+        yield
+    except K3RewriteError:
+        raise
+    except through:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _of_users_code(what, error) from error
+
+
+def _of_users_code(what: str, error: BaseException) -> ModelError:
+    """With the frames of the user's own code: those above are ours and Python's import."""
+    ours = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours]
+    lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+    trace = "".join(lines).rstrip().replace("\n", "\n  ")
+    return ModelError(
+        f"{what} raised {type(error).__name__}\n  {trace}",
+        place=f"{frames[0].filename}:{frames[0].lineno}" if frames else None,
+        remedy="mend the model's own code; without a run (--no-run) it is built of tensors without values",
+    )
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

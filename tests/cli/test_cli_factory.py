@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from k3rewrite.driver.factory import build_from_factory, load_factory, settings_taken
+from k3rewrite.driver.factory import build_from_factory, settings_taken
 from k3rewrite.driver.ranks import rank_group
 from k3rewrite.driver.request import resolve_request
 from k3rewrite.driver.run import compile_model
-from k3rewrite.errors import ConfigError
+from k3rewrite.errors import ConfigError, ModelError
 from k3rewrite.passes import PASSES
 from k3rewrite.targets import known_targets
 
@@ -32,7 +32,9 @@ def anything(**settings):
 def nothing(): return None
 def pair(): return Net(2, 2), ()
 def swapped(): return (), Net(2, 2), {}
-def broken(): return 1 / 0
+def broken(): return inner(1)
+def inner(number): return number / 0
+def leaves(): raise SystemExit(0)
 constant = 3
 """
 
@@ -42,7 +44,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "user_models.py").write_text(SOURCE)
     (tmp_path / "user_broken.py").write_text("import a_module_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("user_models", "user_broken"):
+    (tmp_path / "user_untyped.py").write_text("def x(:\n")
+    for name in ("user_models", "user_broken", "user_untyped"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return "user_models"
 
@@ -93,11 +96,27 @@ def test_bad_factory(models: str, spec: str, message: str) -> None:
     assert f"model {spec}: " in str(caught.value) and message in str(caught.value)
 
 
-def test_errors_of_the_users_own_code_stay_as_they_are(models: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
-        load_factory("user_broken:x")
-    with pytest.raises(ZeroDivisionError):
-        build_from_factory("user_models:broken", {})
+@pytest.mark.parametrize(
+    ("spec", "what", "last"),
+    [
+        (
+            "user_broken:x",
+            "importing user_broken raised ModuleNotFoundError",
+            "No module named 'a_module_that_is_not_there'",
+        ),
+        ("user_untyped:x", "importing user_untyped raised SyntaxError", "SyntaxError"),
+        ("user_models:broken", "the factory user_models:broken raised ZeroDivisionError", "division by zero"),
+        ("user_models:leaves", "the factory user_models:leaves raised SystemExit", "SystemExit: 0"),
+    ],
+)
+def test_errors_of_the_users_own_code_show_its_lines(models: str, spec: str, what: str, last: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        build_from_factory(spec, {})
+    text = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert what in text and last in text and "importlib" not in text and "factory.py" not in text
+    if spec != "user_untyped:x":  # it has no frame of its own
+        assert (caught.value.place or "").startswith(str(Path(sys.path[0]) / spec.partition(":")[0]) + ".py:")
 
 
 def test_one_rank_needs_no_group() -> None:
