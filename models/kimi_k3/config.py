@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from k3rewrite.errors import ConfigError, did_you_mean
 
+LARGEST_SIZE = 2**24
+"""above every size and count of a model; a product of two of them fits 64 bits"""
 MXFP4_GROUP = 32
 """Consecutive input columns that share one E8M0 scale."""
 
@@ -126,6 +128,14 @@ class KimiK3Config:
             "n_experts": self.num_experts,
         }
 
+    def main_weight_bytes(self, itemsize: int) -> int:
+        """Bytes of the routed experts and of both ends of the vocabulary, nearly all that the model stores; `itemsize`
+        is that of its dtype."""
+        expert = 3 * self.moe_intermediate_size * self.routed_expert_hidden_size
+        stored = expert // 2 + expert // MXFP4_GROUP if self.experts == "mxfp4" else expert * itemsize
+        ends = 2 * self.vocab_size * self.hidden_size * itemsize
+        return self.counts()["n_moe_layers"] * self.num_experts * stored + ends
+
     def writes_block(self, layer: int) -> bool:
         return layer % self.attn_res_block_size == 0
 
@@ -236,6 +246,8 @@ class KimiK3Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{name} is {value!r}, must be a positive integer")
+            elif value > LARGEST_SIZE:
+                problems.append(f"{name} is {value!r:.20}, must be at most {LARGEST_SIZE}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 problems.append(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(choices)}")

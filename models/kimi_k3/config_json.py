@@ -8,7 +8,7 @@ known to be irrelevant to it. Anything else is an error, and all errors of a fil
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from os import PathLike
@@ -18,6 +18,8 @@ from typing import Any
 from k3rewrite.errors import ConfigError, did_you_mean
 from k3rewrite.models.kimi_k3.config import MXFP4_GROUP, KimiK3Config
 
+LARGEST_NUMBER = sys.float_info.max
+"""also infinity and NaN, which Python reads in JSON, are above it or not below"""
 _LINEAR_ATTN = {  # linear_attn_config.<key> -> field
     "kda_layers": "kda_layers",
     "full_attn_layers": "full_attn_layers",
@@ -141,7 +143,7 @@ def _take(
 
 def _typed(value: Any, type_name: str) -> tuple[bool, str, Any]:
     """(fits, what is wanted, the value as the dataclass holds it). A bool is no number here."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
     if type_name == "int":
         return number and isinstance(value, int), "an integer", value
     if type_name == "bool":

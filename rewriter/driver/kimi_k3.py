@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from k3rewrite.errors import ConfigError
+from k3rewrite.report.table import human_bytes
+
 if TYPE_CHECKING:
     from k3rewrite.models.kimi_k3 import KimiK3Config
 
@@ -30,6 +33,17 @@ def configuration(config: str, layers: int | None) -> KimiK3Config:
     }
     made = makers[config]() if config in makers else KimiK3Config.from_json(config)
     return made if layers is None else made.with_layers(layers)
+
+
+def check_memory(config: KimiK3Config, itemsize: int, ranks: int, memory: int) -> None:
+    """`ConfigError` if a rank's weights alone do not fit `memory` bytes: the system would end the process."""
+    needed = config.main_weight_bytes(itemsize) // ranks
+    if needed > memory:
+        raise ConfigError(
+            f"the weights take {human_bytes(needed)}, and there are {human_bytes(memory)} of memory",
+            place="--config",
+            remedy="add --no-run (no weights) or --layers N",
+        )
 
 
 def count_names() -> tuple[str, ...]:

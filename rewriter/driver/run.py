@@ -7,6 +7,7 @@ Without a run (`--no-run`) everything is built and traced on fake tensors: the 9
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,6 +99,8 @@ def _build(request: CompileRequest, config: Any, group: Any, device: str) -> Bui
             return build_from_factory(request.model, settings, asked=request.given)
     from k3rewrite.models.kimi_k3 import build_kimi_k3
 
+    if request.run:
+        kimi_k3.check_memory(config, request.torch_dtype.itemsize, request.tp, _memory(device))
     return build_kimi_k3(
         config, phase=request.phase, batch=request.batch, tokens=request.tokens, context=request.context,
         dtype=request.torch_dtype, device=device, seed=request.seed, group=group,
@@ -109,6 +112,13 @@ def _device(request: CompileRequest, target: Target) -> str:
     if not request.run or not target.is_gpu:
         return "cpu"
     return "cuda" if machine_arch() == target.arch else "cpu"
+
+
+def _memory(device: str) -> int:
+    """Bytes of memory of a device, in use or not."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager

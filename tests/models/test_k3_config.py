@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from k3rewrite.errors import ConfigError
-from k3rewrite.models.kimi_k3 import KimiK3Config
+from k3rewrite.models.kimi_k3 import KimiK3, KimiK3Config
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"],
@@ -167,6 +167,11 @@ def test_quantisation_of_the_outer_file_counts(tmp_path: Path) -> None:
         ({"quantization_config": {"format": "nvfp4-pack-quantized"}}, "must be 'mxfp4-pack-quantized'"),
         ({"moe_intermediate_size": 3071}, "moe_intermediate_size 3071 is no multiple of 32"),
         ({"hidden_size": -1}, "hidden_size is -1, must be a positive integer"),
+        ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000[0-9]*, must be at most 16777216"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is 1000[0-9]*, must be an integer"),
+        ({"linear__gate_lower_bound": -(10**400)}, "gate_lower_bound is -1000[0-9]*, must be a number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, must be a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, must be a number"),
     ],
 )
 def test_unusable_fields(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -181,6 +186,18 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         KimiK3Config.from_json(path)
     for part in ("'vocabsize'", "hidden_size is 'x'", "'v_head_dim' is missing", "'gelu'", "text_config", "remedy"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("experts", ["mxfp4", "bf16"])
+def test_bytes_of_the_main_weights(experts: Literal["mxfp4", "bf16"]) -> None:
+    """They are most of a model, and never more than it has."""
+    for config in (KimiK3Config(experts=experts), KimiK3Config.tiny(experts=experts)):
+        model = KimiK3(config, device="meta")
+        stored = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        main = config.main_weight_bytes(2)
+        assert main <= stored
+        if config.num_hidden_layers == 93:
+            assert main > 0.9 * stored
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"text_config": 3}', "\xff"])
