@@ -211,12 +211,6 @@ def test_names_of_conditions_are_checked_before_anything_is_built(cli: CommandLi
     assert "p.yaml:2: unknown name 'n_lairs' in '== n_lairs'\n  remedy: did you mean 'n_layers'?" in message
 
 
-def test_a_run_that_cannot_fit_the_memory_is_not_begun(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("k3rewrite.driver.run._memory", lambda device: 10_000)
-    message = cli.refused("compile", "kimi-k3", "--layers", "1")
-    assert "--config: the weights take " in message and "there are 10 kB of memory\n  remedy: add --no-run" in message
-
-
 def test_out_that_is_a_file(cli: CommandLine) -> None:
     Path("file").write_text("mine")
     assert "--out: " in cli.refused("compile", "kimi-k3", "--out", "file/runs")

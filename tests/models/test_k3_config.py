@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
+from k3rewrite.driver.kimi_k3 import check_memory
 from k3rewrite.errors import ConfigError
 from k3rewrite.models.kimi_k3 import KimiK3, KimiK3Config
 
@@ -198,6 +199,15 @@ def test_bytes_of_the_main_weights(experts: Literal["mxfp4", "bf16"]) -> None:
         assert main <= stored
         if config.num_hidden_layers == 93:
             assert main > 0.9 * stored
+
+
+def test_weights_that_do_not_fit_the_memory() -> None:
+    config = KimiK3Config().with_layers(12)
+    check_memory(config, 2, 1, 200 * 10**9)
+    check_memory(config, 2, 8, 25 * 10**9)
+    message = "--config: the weights take 178 GB, and there are 25 GB of memory\n  remedy: add --no-run"
+    with pytest.raises(ConfigError, match=message):
+        check_memory(config, 2, 1, 25 * 10**9)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"text_config": 3}', "\xff"])
