@@ -18,6 +18,7 @@ A `Backend` made by hand does the same and keeps the reports: `backend = Backend
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from k3rewrite.capture import lower
+from k3rewrite.capture.dynamo import broken_graph
 from k3rewrite.driver.choices import FINALISE, VERIFY, check_choice
 from k3rewrite.driver.compilation import Compilation
 from k3rewrite.driver.names import check_given, names_in_programs, own_values
@@ -36,6 +38,8 @@ from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import UNFINISHED, RunInfo, RunReport
 from k3rewrite.report.versions import describe_versions
 from k3rewrite.targets import known_targets, load_target
+
+_log = logging.getLogger(__name__)
 
 OPTIONS = ("pipeline", "target", "dump", "verify", "finalise", "names")
 PLACE = "options of backend 'k3rewrite'"
@@ -96,6 +100,9 @@ class Backend:
         report.folder = folder.path if folder else None
         if folder is not None:
             folder.write("pipeline.yaml", self.pipeline.to_yaml())
+        if (broken := broken_graph(module)) is not None:
+            report.notes.append(broken)
+            _log.warning("%s", broken)
         compilation = Compilation(self.pipeline, self.target, report, self.names, folder)
         try:
             compilation.rewrite_dynamo(module)

@@ -30,6 +30,7 @@ from k3rewrite._torch_private.fake import (
 )
 from k3rewrite._torch_private.graphs import (
     boxed_codegen,
+    graph_break,
     has_registered_side_effect,
     names_used,
     needs_eager_input_values,
@@ -68,6 +69,7 @@ __all__ = [
     "eager_random",
     "emulated_rounding",
     "fresh_fake",
+    "graph_break",
     "graph_fake_mode",
     "group_of_name",
     "guard_count",

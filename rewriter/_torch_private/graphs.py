@@ -55,3 +55,11 @@ def trace_structured_text(name: str, text: Callable[[], str]) -> None:
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def graph_break(module: torch.fx.GraphModule) -> tuple[str, Any] | None:
+    """(why, the innermost frame or None) if Dynamo ended this graph at something that it cannot capture. (2.1+)"""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return str(reason.reason), reason.user_stack[-1] if reason.user_stack else None

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from k3rewrite import _torch_private as private
 from k3rewrite.errors import CaptureError
 from k3rewrite.graph.provenance import UNKNOWN_SOURCE, trace_source_line
+from k3rewrite.report.schema import BROKEN_GRAPH
 
 DYNAMO_ERRORS: tuple[type[Exception], ...] = (TorchDynamoException,)
 
@@ -46,8 +49,27 @@ def capture_error(error: Exception) -> CaptureError:
     return CaptureError(
         f"the model cannot be captured as one graph: {reason}. {explanation}",
         place=where,
-        remedy="rewrite that line without the construct, or compile the part of the model around it",
+        remedy=f"rewrite that line without the construct, or compile the part of the model around it{_hint(text)}",
     )
+
+
+def broken_graph(module: torch.fx.GraphModule) -> str | None:
+    """What to say of a graph that is only the first part of what it was to be, or None of a whole one."""
+    found = private.graph_break(module)
+    if found is None:
+        return None
+    lines = [line.strip() for line in found[0].splitlines() if line.strip()]
+    where = f" at {Path(found[1].filename).name}:{found[1].lineno} in {found[1].name}" if found[1] is not None else ""
+    return (
+        f"{BROKEN_GRAPH}{where}: {lines[0]}. {_labelled(lines, 'Explanation:')} What is spread over several graphs is "
+        f"not rewritten; torch.compile(..., fullgraph=True) makes it an error{_hint(found[0])}"
+    )
+
+
+def _hint(text: str) -> str:
+    """What is nearly always behind a break, where that is so."""
+    looped = "aten.nonzero" in text  # which experts are hit
+    return "; for a loop over the experts that are hit see docs/moe.md, 'Models of transformers'" if looped else ""
 
 
 def _labelled(lines: list[str], label: str) -> str:

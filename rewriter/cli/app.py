@@ -129,9 +129,12 @@ def explain(
     """What each pass matched and missed, and why, from a run's report."""
     from k3rewrite.cli.output import stdout
     from k3rewrite.report.explain import explain as explanation
+    from k3rewrite.report.explain import list_runs
     from k3rewrite.report.run_folder import RunFolder
 
-    stdout().print(explanation(RunFolder.find(run).read_report(), pass_name))
+    explained = explanation(RunFolder.find(run).read_report(), pass_name)
+    stdout().print(list_runs(RunFolder.reports(run)), end="")
+    stdout().print(explained)
 
 
 @main.command()

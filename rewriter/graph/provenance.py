@@ -43,8 +43,10 @@ def trace_source_line(trace: str) -> str:
 
 
 def _short_path(path: str) -> str:
+    """From the folder of a package that is installed, or from the one at hand; else as it is."""
+    _, installed, inside = path.rpartition(f"{os.sep}site-packages{os.sep}")
     relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+    return inside if installed else path if relative.startswith("..") else relative
 
 
 def module_path(node: Node) -> str:

@@ -69,6 +69,19 @@ class RunFolder:
             )
         return RunFolder(latest)
 
+    @staticmethod
+    def reports(run: Path | str) -> list[RunReport]:
+        """The reports of all runs in a folder, in their order, without those that cannot be read; of a run its own."""
+        path = Path(run)
+        places = [RunFolder(place) for _, place in sorted(_runs(path))] if path.is_dir() else []
+        found = []
+        for folder in places or [RunFolder.find(path)]:
+            try:
+                found.append(folder.read_report())
+            except ConfigError:
+                continue
+        return found
+
     def write(self, relative: str, content: str | bytes, *, replace: bool = False) -> Path:
         """Write `content` to a file of this run, given with forward slashes. `FileExistsError` unless `replace`."""
         parts = PurePosixPath(relative).parts

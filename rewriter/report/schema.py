@@ -182,6 +182,10 @@ UNFINISHED = "the run did not end: it was interrupted, or stopped by an error th
 """`RunReport.error` of a run that is going on, so that a report which is left behind says so"""
 
 
+BROKEN_GRAPH = "Dynamo ended this graph"
+"""how a note begins that says of a graph that it is a part of what it was to be"""
+
+
 @dataclass
 class RunReport:
     """Everything about one run. `notes` are things to know that no field above has: reads pinned before a write, guards

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from k3rewrite.backend import Backend
 from k3rewrite.errors import UnsupportedError
+from k3rewrite.report.schema import BROKEN_GRAPH
 
 BF16 = torch.bfloat16
 
@@ -163,7 +164,7 @@ def test_results_that_are_inputs_or_each_other() -> None:
 # ------------------------------------------------------------------------------------------------ breaks, contexts
 
 
-def test_a_graph_break_gives_two_graphs_and_eagers_result() -> None:
+def test_a_graph_break_gives_two_graphs_and_eagers_result(capfd: pytest.CaptureFixture[str]) -> None:
     model = Net()
 
     def function(x: Tensor) -> Tensor:
@@ -177,6 +178,23 @@ def test_a_graph_break_gives_two_graphs_and_eagers_result() -> None:
     for _ in range(2):
         torch.testing.assert_close(run(x), eager(function, x))
     assert matched(backend) == [1, 1]
+    (note,) = [note for report in backend.reports for note in report.notes if note.startswith(BROKEN_GRAPH)]
+    assert note.startswith(f"{BROKEN_GRAPH} at test_backend_graphs.py:") and " in function: " in note
+    assert backend.reports[0].notes == [note] and note in capfd.readouterr().err
+
+
+def test_a_loop_over_the_experts_that_are_hit_says_where_help_is() -> None:
+    def function(x: Tensor) -> Tensor:
+        for expert in x.sum(-1).nonzero():
+            x = x + expert
+        return x
+
+    run, backend = compiled(function, fullgraph=False)
+    run(torch.ones(3, 16))
+    assert any("docs/moe.md, 'Models of transformers'" in note for report in backend.reports for note in report.notes)
+    run, _ = compiled(function, fullgraph=True)
+    with pytest.raises(Exception, match="nonzero"):
+        run(torch.ones(3, 16))
 
 
 def test_what_a_graph_returns_is_fresh_in_every_call() -> None:

@@ -215,6 +215,13 @@ def test_the_line_is_the_innermost_one_of_the_user() -> None:
     assert trace_source_line("nothing") == UNKNOWN_SOURCE
 
 
+def test_files_are_named_from_their_package_or_from_the_folder_at_hand() -> None:
+    installed = "/opt/env/lib/python3.11/site-packages/transformers/models/net.py"
+    assert trace_source_line(_frame(installed, 3)) == "transformers/models/net.py:3 in forward"
+    assert trace_source_line(_frame(str(Path.cwd() / "models" / "net.py"), 3)) == "models/net.py:3 in forward"
+    assert trace_source_line(_frame("/elsewhere/net.py", 3)) == "/elsewhere/net.py:3 in forward"
+
+
 def test_a_folder_of_the_user_may_be_called_torch() -> None:
     torch_file = f"{Path(torch.__file__).parent}/nn/functional.py"
     assert trace_source_line(_frame("/home/me/torch/net.py", 3) + _frame(torch_file, 9)).endswith("net.py:3 in forward")

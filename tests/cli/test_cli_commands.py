@@ -9,7 +9,7 @@ from pathlib import Path
 from cli_fakes import CommandLine
 
 from k3rewrite.report.run_folder import RunFolder
-from k3rewrite.report.schema import Miss, PassReport, RunInfo, RunReport
+from k3rewrite.report.schema import BROKEN_GRAPH, EndToEnd, Miss, PassReport, RunInfo, RunReport
 
 
 def write_run(out: Path, reason: str = "no weight") -> RunFolder:
@@ -29,7 +29,25 @@ def test_explain_the_latest_run(cli: CommandLine) -> None:
         result = cli.run("explain", str(place))
         assert result.exit_code == 0 and "missed 93: no weight" in result.stdout and "old reason" not in result.stdout
         assert "expected a parameter" in result.stdout and "found    an activation" in result.stdout
-        assert len(result.stdout.splitlines()) < 12
+        assert len(result.stdout.splitlines()) < 13
+
+
+def test_explain_lists_the_runs_of_a_folder(cli: CommandLine) -> None:
+    first = write_run(Path("runs"))
+    assert "1 runs" not in cli.run("explain", "runs").stdout
+    (Path("runs") / "run-002").mkdir()  # a run that left no report
+    report = RunReport(RunInfo("kimi-k3"), [PassReport("lift_moe", candidates=2, nodes_before=7, matched=2)])
+    report.notes = [f"{BROKEN_GRAPH} at net.py:3 in forward: print. It is not rewritten"]
+    report.end_to_end = EndToEnd(False, 0.1, 0.0, "cpu")
+    RunFolder.create("runs").write_report(report)
+    lines = cli.run("explain", "runs").stdout.splitlines()
+    assert lines[:3] == [
+        "2 runs; the last is explained below",
+        "  run-001  0 nodes, nothing matched",
+        "  run-003  7 nodes, lift_moe 2; end to end FAILED; ended early by Dynamo",
+    ]
+    assert "  Dynamo ended this graph at net.py:3 in forward: print. It is not rewritten" in lines
+    assert "runs;" not in cli.run("explain", str(first.path)).stdout
 
 
 def test_explain_one_pass(cli: CommandLine) -> None:

@@ -142,6 +142,26 @@ def test_equal_misses_are_one_line_with_examples(report: RunReport) -> None:
     assert len(text.splitlines()) < 45
 
 
+def test_what_belongs_to_no_pass_comes_last(report: RunReport) -> None:
+    report.passes += [PassReport("lift_a"), PassReport("lift_b")]
+    report.notes = ["a read was pinned"]
+    text = shown(explain(report))
+    assert "no candidates: lift_a, lift_b" in text and "notes\n  a read was pinned" in text
+    assert text.index("left to the reference") < text.index("end to end: passed on cpu; relative error")
+    assert text.count("no kernel for mi355x") == 1
+    assert "end to end" not in shown(explain(report, "select"))
+
+
+def test_misses_that_differ_in_nodes_and_lines_are_one() -> None:
+    missed = [
+        Miss(f"mul_{i}", f"net.py:{i} in f", f"expected k3.norm, found {found}", "k3.norm", found, f"layers.{i}")
+        for i, found in enumerate(["view 'view' (net.py:1 in f)", "view 'view_7' (net.py:2 in f)", "mul 'mul'"])
+    ]
+    text = shown(explain(RunReport(RunInfo("m"), [PassReport("lift", candidates=3, missed=missed)])))
+    assert "missed 2: expected k3.norm, found view 'view'\n" in text and "missed 1: " in text
+    assert "found    " not in text  # the reason has it already
+
+
 def test_one_pass_lists_every_site(report: RunReport) -> None:
     text = shown(explain(report, "lift_rms_norm"))
     assert "mul_1 -> k3_rms_norm  at net.py:7 in forward in layers.0.norm" in text
