@@ -33,8 +33,8 @@ def merge(layers: list[Layer], known_passes: Mapping[str, type], problems: Probl
         places.update(layer.places)
         for key, given in layer.sections.items():
             sections[key].update(given)
-        for entry in layer.entries:
-            _merge_entry(order, entry, problems)
+        placed = [entry for entry in layer.entries if _merge_entry(order, entry, problems)]
+        _check_places(order, placed, problems)
     settings: dict[str, Any] = {}
     for key, cls in SECTIONS.items():
         try:
@@ -54,7 +54,8 @@ def merge(layers: list[Layer], known_passes: Mapping[str, type], problems: Probl
     return PipelineConfig(passes=passes, **plain, **settings)
 
 
-def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> None:
+def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> bool:
+    """Put an entry into the order, or take it out; False if the place that it names is none."""
     names = [known.name for known in order]
     at = names.index(entry.name) if entry.name in names else None
     if entry.off:
@@ -64,14 +65,14 @@ def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> None:
             )
         else:
             del order[at]
-        return
+        return True
     anchor = entry.settings.get("before") or entry.settings.get("after")
     if at is not None:
         known = order[at]
         entry = Entry(entry.name, entry.place, {**known.settings, **entry.settings}, {**known.places, **entry.places})
         if anchor is None:
             order[at] = entry
-            return
+            return True
         del order[at], names[at]
     if anchor is None:
         order.append(entry)
@@ -83,6 +84,24 @@ def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> None:
             f"'{entry.name}': no pass '{anchor}' to stand {key}", entry.places[key], did_you_mean(anchor, names)
         )
         order.append(entry)
+        return False
+    return True
+
+
+def _check_places(order: list[Entry], entries: Iterable[Entry], problems: Problems) -> None:
+    """Report what a layer itself moves away again from where it was put: each before the other, say."""
+    names = [known.name for known in order]
+    for entry in entries:
+        key = "before" if "before" in entry.settings else "after"
+        anchor = entry.settings.get(key)
+        if anchor not in names or entry.name not in names or anchor == entry.name:
+            continue
+        if (names.index(entry.name) < names.index(anchor)) != (key == "before"):
+            problems.add(
+                f"'{entry.name}' is to stand {key} '{anchor}', which another entry of this file undoes",
+                entry.places[key],
+                f"take one of the two out: they end up as {', '.join(n for n in names if n in (entry.name, anchor))}",
+            )
 
 
 def _pass_config(entry: Entry, pass_class: type, on_miss: OnMiss, problems: Problems) -> PassConfig:

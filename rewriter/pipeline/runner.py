@@ -48,10 +48,14 @@ def build_passes(config: PipelineConfig, known: Mapping[str, type[Pass]]) -> lis
         made = known[entry.name](**entry.options)
         missing = sorted(made.requires - seen)
         if missing:
+            needed = missing[0]
+            absent = needed not in {other.name for other in config.passes}
             raise ConfigError(
-                f"pass '{entry.name}' requires '{missing[0]}' before it",
+                f"pass '{entry.name}' requires '{needed}' before it{', and the pipeline has none' if absent else ''}",
                 place=entry.place or None,
-                remedy=f"put '{missing[0]}' earlier into the pipeline",
+                remedy=f"set '{entry.name}: off' too, or put '{needed}' before it"
+                if absent
+                else f"put '{needed}' earlier into the pipeline",
             )
         seen.add(entry.name)
         built.append((made, entry))

@@ -116,6 +116,19 @@ def test_check_bad_files(cli: CommandLine) -> None:
     assert "p.yaml:2: unknown target 'mi300'" in cli.refused("check", "p.yaml")
     Path("p.yaml").write_text("version: 1\npasses:\n  - fuse_attn_res_norm\n  - lift_attn_res\n")
     assert "p.yaml:3: pass 'fuse_attn_res_norm' requires 'lift_attn_res' before it" in cli.refused("check", "p.yaml")
+    Path("p.yaml").write_text(
+        "version: 1\nextends: base\npasses:\n  - lift_mlp: {before: lift_rms_norm}\n"
+        "  - lift_rms_norm: {before: lift_mlp}\n"
+    )
+    assert (
+        "p.yaml:4: 'lift_mlp' is to stand before 'lift_rms_norm', which another entry of this file undoes\n"
+        "  remedy: take one of the two out: they end up as lift_rms_norm, lift_mlp"
+    ) in cli.refused("check", "p.yaml")
+    Path("p.yaml").write_text("version: 1\nextends: base\npasses: [lift_attn_res: off]\n")
+    assert (
+        "pass 'fuse_attn_res_norm' requires 'lift_attn_res' before it, and the pipeline has none\n"
+        "  remedy: set 'fuse_attn_res_norm: off' too"
+    ) in cli.refused("check", "p.yaml")
     assert "no file 'none.yaml'" in cli.refused("check", "none.yaml")
 
 
