@@ -312,13 +312,14 @@ def _recombined(parts: list[tuple[Size, Index]]) -> list[tuple[Size, Index]]:
 
 
 def _below(terms: list[tuple[Axis, Size]], by: Size) -> bool:
-    """True if the terms are the digits of a number below `by`."""
+    """True if the terms are the digits of a number below `by`. Of an axis of no element nothing is said: it may be cut
+    later, and what it is cut into would be lost."""
     reach: Size = 1
     for axis, coefficient in sorted(terms, key=lambda term: str(term[1]).zfill(24)):
         if not same_size(coefficient, reach):
             return False
         reach = reach * axis.size
-    return same_size(reach, by) or (isinstance(reach, int) and isinstance(by, int) and reach <= by)
+    return same_size(reach, by) or (isinstance(reach, int) and isinstance(by, int) and 0 < reach <= by)
 
 
 def quotient_of(a: Size, b: Size) -> Size | None:

@@ -313,12 +313,7 @@ def test_a_rank_without_a_token_enters_the_collectives(tokens: int, two_ranks: N
     assert [names.count(f"_c10d_functional::{name}") for name in ("all_reduce", "wait_tensor")] == [2, 2]
 
 
-MISSED = pytest.mark.xfail(
-    strict=True, reason="lift_moe does not see grouped experts of no token, as Kimi K3's pipelines expect"
-)
-
-
-@pytest.mark.parametrize("form", [pytest.param("grouped", marks=MISSED), "gather"])
+@FORMS
 def test_a_layer_without_a_token_is_lifted(form: str) -> None:
     """Row 32."""
     layer = LatentMoE(KimiK3Config.tiny(experts="bf16", moe_form=form), TensorParallel(), dtype=BF16)

@@ -76,7 +76,7 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _combined(routes: Tensor, weights: Tensor, out: torch.dtype) -> Tensor:
-    routes = routes.view(*weights.shape, -1)
+    routes = routes.view(*weights.shape, routes.shape[-1])
     return (routes.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(out)
 
 

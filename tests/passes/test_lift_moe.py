@@ -129,6 +129,15 @@ def test_uneven_ids_give_the_same_result(name: str, kind: str) -> None:
     torch.testing.assert_close(got, spelling(x, ids, weights, w13, w2, silu), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_step_without_a_token(name: str) -> None:
+    inputs = example_inputs(tokens=0)
+    spelling = SPELLINGS[name]
+    module, _ = _lifted(lambda *args: spelling(*args, silu), inputs)
+    (got,) = module(*inputs)
+    assert got.shape == (0, N)
+
+
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("inverse", INVERSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
