@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from _experts_inputs import Inputs
-from _experts_variants import Call, hip, mxfp4, scheduled
+from _experts_variants import FEW, Call, hip, mxfp4, scheduled
 
-from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4
+from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, hip_mxfp4_shared
 from k3rewrite.kernels.experts.schedule import Schedule, Tiles
 
 ROUTE_TILES = [
@@ -63,13 +63,28 @@ MXFP4_LAYOUTS = [
     ),
 ]
 """one of the two kernels changed at a time"""
+_SHARED = hip_mxfp4_shared.Layout()
+MXFP4_SHARED_LAYOUTS = [
+    *(replace(_SHARED, together=n, occupancy=o) for n, o in [(2, 6), (2, 8), (4, 6), (4, 4), (8, 4)]),
+    *(
+        replace(_SHARED, gate_up_waves=waves, gate_up_ring=ring)
+        for waves, ring in [(4, 2), (4, 4), (8, 1), (8, 3), (8, 4), (16, 1), (16, 2)]
+    ),
+    *(
+        replace(_SHARED, down_waves=waves, down_ring=ring, shares=shares)
+        for waves, ring, shares in [
+            (8, 2, 2), (8, 2, 7), (8, 2, 14), (4, 2, 4), (4, 4, 4), (8, 3, 4), (4, 4, 8), (16, 2, 2), (4, 3, 14),
+        ]
+    ),
+]  # fmt: skip
+"""for tokens that meet at experts; likewise"""
 
 
 def candidates(data: Inputs) -> Iterator[tuple[str, Call]]:
     """Name and call of every layout that may be for this number of tokens."""
     tokens = data.x.shape[1]
     if data.weights.s13 is not None:
-        for packed in MXFP4_LAYOUTS:
+        for packed in [*MXFP4_LAYOUTS, *(MXFP4_SHARED_LAYOUTS if tokens >= FEW else [])]:
             yield str(packed), functools.partial(mxfp4, data, packed)
         return
     for schedule in [*(ROUTE_TILES if tokens <= 8 else []), *(EXPERT_TILES if tokens >= 8 else [])]:

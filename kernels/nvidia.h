@@ -72,11 +72,17 @@ K3_DEVICE u32 high_product(u32 a, u32 b) {
     return high;
 }
 
+K3_DEVICE i32 count_bits(u32 value) { return __popc(value); }
+// The number of the lowest bit that is set, of a value that is not zero.
+K3_DEVICE i32 lowest_bit(u32 value) { return __ffs(static_cast<i32>(value)) - 1; }
+
 // ---------------------------------------------------------------------------------------------- the wave
 
 // All lanes arrive; what they wrote is visible to the wave.
 K3_DEVICE void wave_barrier() { __syncwarp(); }
 K3_DEVICE u32 wave_max_of_bits(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+// Bit l of the result is the condition of lane l.
+K3_DEVICE u32 wave_ballot(bool condition) { return __ballot_sync(0xffffffffu, condition); }
 K3_DEVICE i32 wave_sum_of_integers(i32 value) { return __reduce_add_sync(0xffffffffu, value); }
 
 // sum[16, 8] += a[16, 32] times b[32, 8], a of unsigned and b of signed bytes. Lane 4 g + q has of a the columns 4 q to

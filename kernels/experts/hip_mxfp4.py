@@ -140,9 +140,7 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
     s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
     tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
     out = x.new_empty((tokens, facts.outer))
-    prepared = x.new_empty(
-        (tokens, -(-facts.inner // (_WHOLE_WAVES * GROUP)) * _WHOLE_WAVES, DIGITS), dtype=torch.uint8
-    )
+    prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
     hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
     with torch.cuda.device(x.device):
         launches = _launches(facts, layout, x.device)
@@ -168,6 +166,11 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
             ],
         )  # fmt: skip
     return out
+
+
+def prepared_groups(facts: Facts) -> int:
+    """Groups of digits for which a prepared token has room: whole waves prepare them."""
+    return -(-facts.inner // (_WHOLE_WAVES * GROUP)) * _WHOLE_WAVES
 
 
 @cache

@@ -12,7 +12,7 @@ import pytest
 import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
 
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, launch
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, hip_mxfp4_shared, launch
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import Schedule, schedules_of
 
@@ -45,8 +45,18 @@ RINGS = (
 )
 
 
-def mxfp4(layout: hip_mxfp4.Layout, **arguments: Any) -> torch.Tensor:
-    return hip_mxfp4.mxfp4_decode(arguments, Facts.of(arguments, True), layout)
+SHARED = (
+    hip_mxfp4_shared.Layout(2, gate_up_waves=4, gate_up_ring=4, down_waves=4, down_ring=4, shares=2),
+    hip_mxfp4_shared.Layout(),
+    hip_mxfp4_shared.Layout(8, occupancy=4),
+)
+
+
+def mxfp4(layout: hip_mxfp4.Layout | hip_mxfp4_shared.Layout, **arguments: Any) -> torch.Tensor:
+    facts = Facts.of(arguments, True)
+    if isinstance(layout, hip_mxfp4_shared.Layout):
+        return hip_mxfp4_shared.mxfp4_shared(arguments, facts, layout)
+    return hip_mxfp4.mxfp4_decode(arguments, facts, layout)
 
 
 def check(run: Run, case: Case, mode: str = "fewest") -> None:
@@ -102,6 +112,17 @@ def test_mxfp4_on_matrix_units(shape: dict[str, int], activation: str) -> None:
         case = make_case(tokens, 4, **{"experts": 8, **shape}, format="mxfp4", activation=activation, device="cuda")
         check(run, case)
         check(run, case, "model" if activation == "situ" else "bf16")
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")
+@pytest.mark.parametrize("layout", SHARED)
+@pytest.mark.parametrize(("shape", "activation"), [(K3, "situ"), (QWEN3, "silu"), (SMALL, "situ")])
+def test_mxfp4_of_tokens_that_meet(layout: hip_mxfp4_shared.Layout, shape: dict[str, int], activation: str) -> None:
+    """Eight experts for up to 40 tokens: up to 40 routes of one, and none of some where a token stands alone."""
+    for tokens in (1, 9, 40):
+        case = make_case(tokens, 4, **{"experts": 8, **shape}, format="mxfp4", activation=activation, device="cuda")
+        check(functools.partial(mxfp4, layout), case)
+        check(functools.partial(mxfp4, layout), case, "model" if activation == "situ" else "bf16")
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from experts_cases import FEWEST, MODEL
 from test_experts_triton import K3_TP8, QWEN3, call
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, hip_mxfp4_shared
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.targets import load_target
 
@@ -57,29 +59,42 @@ def test_the_published_form_in_ptx(target: str, layout: hip_kernel.Layout, tmp_p
             assert "bar.sync" not in text and ".shared" not in text and "atom." not in text and "red." not in text
 
 
-RING = hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2)
+OTHERS = {
+    "chosen": None,
+    "rings": partial(hip_mxfp4.all_units, layout=hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2)),
+    **{
+        f"shared by {n}": partial(
+            hip_mxfp4_shared.all_units,
+            layout=hip_mxfp4_shared.Layout(n, gate_up_ring=ring, occupancy=4 if n == 8 else 6),
+        )
+        for n, ring in ((2, 2), (4, 4), (8, 2))
+    },
+}
+MOST = {"chosen": MOST_OF_MXFP4, "rings": 80, "shared by 2": 80, "shared by 4": 96, "shared by 8": 128}
+"""registers of each"""
 
 
 @pytest.mark.parametrize("target", ["h200", "b200"])
 @pytest.mark.parametrize("dtypes", [FEWEST, MODEL])
-@pytest.mark.parametrize("ring", [False, True])
-def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], ring: bool, tmp_path: Path) -> None:
-    goal, kernel = load_target(target), KERNELS[2]
+@pytest.mark.parametrize("layout", list(OTHERS))
+def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], layout: str, tmp_path: Path) -> None:
+    goal, kernel, other = load_target(target), KERNELS[2], OTHERS[layout]
     for shape in (K3_TP8, QWEN3):
         arguments = call(1, shape, "mxfp4", dtypes)
         assert kernel.accepts(arguments, goal) is None
         facts = Facts.of(arguments, nvidia=True)
-        units = hip_mxfp4.all_units(facts, RING) if ring else kernel.units(arguments, goal)
+        units = kernel.units(arguments, goal) if other is None else other(facts)
         for unit in units:
             made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", kernel.name))
             if made.object is None:
                 pytest.skip(made.skipped)
             assert made.resources is not None and made.assembly is not None
-            assert made.resources.spills == 0 and made.resources.registers <= (80 if ring else MOST_OF_MXFP4)
+            assert made.resources.spills == 0 and made.resources.registers <= MOST[layout]
             assert made.resources.lds_bytes <= goal.lds_bytes_per_cu
             own = made.assembly.read_text().partition(f".entry {unit.symbol}(")[2].partition(".entry ")[0]
             product = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in own
-            assert own and product is (unit.symbol != hip_mxfp4.PREPARE)
+            assert own and product is ("gate_up" in unit.symbol or "down" in unit.symbol)
+            assert not re.search(r"\b(atom|red)\.", own)
 
 
 @pytest.mark.parametrize(("kernel", "format", "width"), [(1, "dense", 4096), (1, "dense", 8192), (2, "mxfp4", 1024)])

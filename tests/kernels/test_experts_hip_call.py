@@ -14,7 +14,7 @@ from test_experts_triton import K3_TP8, QWEN3, call
 from torch import Tensor
 
 from k3rewrite.emit import Provenance, emit_unit
-from k3rewrite.kernels.experts import KERNELS, hip_call, hip_kernel, hip_mxfp4, launch
+from k3rewrite.kernels.experts import KERNELS, hip_call, hip_kernel, hip_mxfp4, hip_mxfp4_shared, launch
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.runs import noting, watching
 from k3rewrite.targets import load_target
@@ -99,7 +99,14 @@ LAUNCHED = [
     (hip_kernel, "dense", hip_kernel.CHOSEN),
     (hip_mxfp4, "mxfp4", hip_mxfp4.CHOSEN),
     (hip_mxfp4, "mxfp4", hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2)),
+    (hip_mxfp4_shared, "mxfp4", hip_mxfp4_shared.Layout()),
 ]
+DECODE = {
+    hip_kernel: (hip_kernel.warp_decode, 2),
+    hip_mxfp4: (hip_mxfp4.mxfp4_decode, 3),
+    hip_mxfp4_shared: (hip_mxfp4_shared.mxfp4_shared, 4),
+}
+"""how a module is called, and how often it launches"""
 
 
 @pytest.mark.parametrize(("module", "format", "layout"), LAUNCHED)
@@ -128,9 +135,9 @@ def test_what_is_handed_to_a_kernel_is_what_it_declares(
     monkeypatch.setattr(hip_kernel, "load_target", lambda name: target)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     named = arguments(format, 3)
-    decode = hip_kernel.warp_decode if module is hip_kernel else hip_mxfp4.mxfp4_decode
+    decode, launches = DECODE[module]
     assert decode(named, Facts.of(named, nvidia=True), layout).shape == (3, SIZES["outer"])
-    assert len(launched) == (2 if module is hip_kernel else 3)
+    assert len(launched) == launches
     for symbol, given in launched.items():
         declared = re.findall(rf"\.param \.([a-z]+\d+)[^,)]* {symbol}_param_\d+", emitted[symbol].assembly.read_text())
         bits = ["64" if isinstance(value, Tensor) else "32" for value in given]

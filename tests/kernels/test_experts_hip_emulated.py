@@ -12,7 +12,7 @@ import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
 from hip_emulation import COMPILER, emulated
 
-from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4
+from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, hip_mxfp4_shared
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.targets import load_target
 
@@ -20,6 +20,11 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 BOUND = {"fewest": 3e-3, "model": 8e-3, "bf16": 1.2e-2}
 MODES = {"fewest": FEWEST, "model": MODEL, "bf16": ALL_BF16}
+DECODE = {
+    hip_kernel: hip_kernel.warp_decode,
+    hip_mxfp4: hip_mxfp4.mxfp4_decode,
+    hip_mxfp4_shared: hip_mxfp4_shared.mxfp4_shared,
+}
 DENSE = {"experts": 5, "inner": 320, "width": 72, "outer": 37}
 PACKED = {"experts": 5, "inner": 512, "width": 128, "outer": 48}
 
@@ -35,17 +40,20 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Any:
 
     def use(target: str) -> None:
         goal = load_target(target)
-        for module in (hip_kernel, hip_mxfp4):
+        for module in (hip_kernel, hip_mxfp4, hip_mxfp4_shared):
             monkeypatch.setattr(module, "loaded_function", lambda unit: emulated(unit, compiled, goal.wave_size))
-        hip_kernel._functions.cache_clear()
-        hip_mxfp4._launches.cache_clear()
+        forget()
         monkeypatch.setattr(hip_kernel, "load_target", lambda name: goal)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned)
 
+    def forget() -> None:
+        hip_kernel._functions.cache_clear()
+        hip_mxfp4._launches.cache_clear()
+        hip_mxfp4_shared._launches.cache_clear()
+
     yield use
-    hip_kernel._functions.cache_clear()
-    hip_mxfp4._launches.cache_clear()
+    forget()
 
 
 def _poisoned(self: torch.Tensor, size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -55,8 +63,7 @@ def _poisoned(self: torch.Tensor, size: Any, dtype: torch.dtype | None = None) -
 
 def check(module: Any, case: Case, layout: Any, mode: str, target: str) -> None:
     named = case.arguments(MODES[mode])
-    decode = hip_kernel.warp_decode if module is hip_kernel else hip_mxfp4.mxfp4_decode
-    result = decode(named, Facts.of(named, nvidia=load_target(target).vendor == "nvidia"), layout)
+    result = DECODE[module](named, Facts.of(named, nvidia=load_target(target).vendor == "nvidia"), layout)
     assert relative_error(result, case.exact()) <= BOUND[mode]
 
 
@@ -131,3 +138,43 @@ def test_activations_of_very_different_sizes(on_cpu: Any) -> None:
     case.x *= torch.logspace(-6, 6, PACKED["inner"]).bfloat16()
     case.x[:, -64:] = 0
     check(hip_mxfp4, case, MXFP4["rings"], "fewest", "h200")
+
+
+SHARED = {
+    "two": hip_mxfp4_shared.Layout(2, gate_up_waves=4, gate_up_ring=1, down_waves=2, down_ring=1, shares=1),
+    "four": hip_mxfp4_shared.Layout(),
+    "eight": hip_mxfp4_shared.Layout(8, gate_up_waves=12, gate_up_ring=3, down_waves=3, down_ring=4, shares=5),
+}
+
+
+@pytest.mark.parametrize("layout", list(SHARED))
+def test_mxfp4_of_tokens_that_meet(layout: str, on_cpu: Any) -> None:
+    """More routes of an expert than work together, fewer, one, none; also as int32, and across 32 of them."""
+    on_cpu("h200")
+    sizes = PACKED | {"outer": 96}
+    everyone = [[t % 5, 4, 1 if t < 5 else 3] for t in range(13)]  # expert 4: 13 routes and those of t % 5 == 4
+    check(hip_mxfp4_shared, make_case(13, 3, **sizes, ids=everyone, format="mxfp4"), SHARED[layout], "fewest", "h200")
+    window = make_case(2, 3, **sizes, ids=[[1, 1, -1], [7, 1, 99]], activation="silu", format="mxfp4")
+    window.weights, window.ids = window.weights.bfloat16(), window.ids.int()
+    check(hip_mxfp4_shared, window, SHARED[layout], "bf16", "h200")
+
+
+def test_mxfp4_of_tokens_that_meet_in_a_window_with_the_models_roundings(on_cpu: Any) -> None:
+    on_cpu("h200")
+    case = make_case(6, 5, experts=6, inner=768, width=256, outer=96, first=2, global_experts=9, format="mxfp4")
+    check(hip_mxfp4_shared, case, SHARED["four"], "model", "h200")
+
+
+def test_a_token_gets_the_same_result_among_others(on_cpu: Any) -> None:
+    """The routes that share a read do not touch each other: bit for bit, with numbers that are none beside them."""
+    on_cpu("h200")
+    case = make_case(6, 2, **PACKED, ids=[[0, 1]] * 4 + [[2, 0], [1, 0]], format="mxfp4")
+    case.x[1], case.x[2, 7] = 0, math.nan
+    named = case.arguments(FEWEST)
+    facts = Facts.of(named, nvidia=True)
+    together = hip_mxfp4_shared.mxfp4_shared(named, facts, SHARED["four"])
+    for t in range(6):
+        alone = named | {name: named[name][t : t + 1] for name in ("x", "ids", "weights")}
+        result = hip_mxfp4_shared.mxfp4_shared(alone, facts, SHARED["four"])
+        assert torch.equal(result.nan_to_num(7.0), together[t : t + 1].nan_to_num(7.0))
+    assert bool((together[1] == 0).all()) and bool(together[2].isnan().all())

@@ -13,7 +13,7 @@ import torch
 from k3rewrite.backend import Backend
 from k3rewrite.driver.request import resolve_request
 from k3rewrite.driver.run import compile_model
-from k3rewrite.errors import CaptureError, ConfigError
+from k3rewrite.errors import CaptureError, ConfigError, ModelError
 from k3rewrite.passes import PASSES
 from k3rewrite.report.schema import UNFINISHED
 from k3rewrite.targets import known_targets
@@ -103,7 +103,7 @@ def test_an_error_of_the_model_while_it_runs(tmp_path: Path) -> None:
     assert _report(tmp_path / "runs")["error"] == UNFINISHED
 
 
-@pytest.mark.parametrize(("name", "error"), [("broken", OSError), ("nowhere", ConfigError)])
+@pytest.mark.parametrize(("name", "error"), [("broken", ModelError), ("nowhere", ConfigError)])
 def test_a_model_that_cannot_be_built_leaves_nothing(name: str, error: type[Exception], tmp_path: Path) -> None:
     with pytest.raises(error):
         _compile(name, tmp_path / "runs")

@@ -57,13 +57,31 @@ K3_DEVICE u32 four_weights(u32 codes, u32 turned) {
     return permute_bytes(0x0f0e0d0cu, 0x18141210u, codes) | permute_bytes(0x090a0b0cu, 0x00040608u, turned);
 }
 
+// The weights of 16 rows and 128 columns as bytes, in the order of four products; rows `lane / 4` and 8 further on.
+struct widened {
+    u32 bytes[4][4];
+};
+
 // The integer pipe is the busy one here, so the upper halves of words are products: `two16` is 2^16, and the compiler must
 // not know.
-K3_DEVICE void multiply_words(i32 (&sum)[4], u32 upper, u32 lower, u32 b0, u32 b1, u32 two16) {
+K3_DEVICE void widen_words(u32 (&to)[4], u32 upper, u32 lower, u32 two16) {
     const u32 turned_upper = upper ^ 0x88888888u, turned_lower = lower ^ 0x88888888u;
-    multiply_bytes(sum, four_weights(upper, turned_upper), four_weights(lower, turned_lower),
-                   four_weights(high_product(upper, two16), high_product(turned_upper, two16)),
-                   four_weights(high_product(lower, two16), high_product(turned_lower, two16)), b0, b1);
+    to[0] = four_weights(upper, turned_upper), to[1] = four_weights(lower, turned_lower);
+    to[2] = four_weights(high_product(upper, two16), high_product(turned_upper, two16));
+    to[3] = four_weights(high_product(lower, two16), high_product(turned_lower, two16));
+}
+
+K3_DEVICE widened widen(const u32x4& upper, const u32x4& lower, u32 two16) {
+    widened made;
+    widen_words(made.bytes[0], upper.x, lower.x, two16);
+    widen_words(made.bytes[1], upper.y, lower.y, two16);
+    widen_words(made.bytes[2], upper.z, lower.z, two16);
+    widen_words(made.bytes[3], upper.w, lower.w, two16);
+    return made;
+}
+
+K3_DEVICE void multiply_words(i32 (&sum)[4], const u32 (&weights)[4], u32 b0, u32 b1) {
+    multiply_bytes(sum, weights[0], weights[1], weights[2], weights[3], b0, b1);
 }
 
 // The E8M0 byte of the lane's own group as a float.
@@ -88,20 +106,36 @@ K3_DEVICE operand operand_of(const digits* groups) {
     return made;
 }
 
-// 16 rows times 128 columns added to `total`: rows `lane / 4` (0, 1: its digits) and 8 further on (2, 3).
-// The scales are words of four groups' bytes.
-K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4& lower, u32 upper_scales, u32 lower_scales,
-                             const operand& by, u32 two16) {
-    i32 sum[4] = {by.start[0], by.start[1], by.start[0], by.start[1]};
-    multiply_words(sum, upper.x, lower.x, by.low.x, by.low.y, two16);
-    multiply_words(sum, upper.y, lower.y, by.low.z, by.low.w, two16);
-    multiply_words(sum, upper.z, lower.z, by.high.x, by.high.y, two16);
-    multiply_words(sum, upper.w, lower.w, by.high.z, by.high.w, two16);
-    const float up = scale_of(upper_scales) * by.unit, low = scale_of(lower_scales) * by.unit;
+// The sums of 16 rows and the lane's group, added to `total`: rows `lane / 4` (0, 1: its digits) and 8 further on (2, 3).
+K3_DEVICE void add_scaled(float (&total)[4], const i32 (&sum)[4], float upper_scale, float lower_scale, float unit) {
+    const float up = upper_scale * unit, low = lower_scale * unit;
     total[0] = k3::fma(bit_cast<float>(sum[0]) - origin_value, up, total[0]);
     total[1] = k3::fma(bit_cast<float>(sum[1]) - origin_value, up, total[1]);
     total[2] = k3::fma(bit_cast<float>(sum[2]) - origin_value, low, total[2]);
     total[3] = k3::fma(bit_cast<float>(sum[3]) - origin_value, low, total[3]);
+}
+
+// 16 rows times 128 columns added to `total`. The scales are words of four groups' bytes.
+K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4& lower, u32 upper_scales, u32 lower_scales,
+                             const operand& by, u32 two16) {
+    i32 sum[4] = {by.start[0], by.start[1], by.start[0], by.start[1]};
+    u32 weights[4];
+    widen_words(weights, upper.x, lower.x, two16), multiply_words(sum, weights, by.low.x, by.low.y);
+    widen_words(weights, upper.y, lower.y, two16), multiply_words(sum, weights, by.low.z, by.low.w);
+    widen_words(weights, upper.z, lower.z, two16), multiply_words(sum, weights, by.high.x, by.high.y);
+    widen_words(weights, upper.w, lower.w, two16), multiply_words(sum, weights, by.high.z, by.high.w);
+    add_scaled(total, sum, scale_of(upper_scales), scale_of(lower_scales), by.unit);
+}
+
+// The same with weights that are widened once for several tokens.
+K3_DEVICE void multiply_widened(float (&total)[4], const widened& weights, float upper_scale, float lower_scale,
+                                const operand& by) {
+    i32 sum[4] = {by.start[0], by.start[1], by.start[0], by.start[1]};
+    multiply_words(sum, weights.bytes[0], by.low.x, by.low.y);
+    multiply_words(sum, weights.bytes[1], by.low.z, by.low.w);
+    multiply_words(sum, weights.bytes[2], by.high.x, by.high.y);
+    multiply_words(sum, weights.bytes[3], by.high.z, by.high.w);
+    add_scaled(total, sum, upper_scale, lower_scale, by.unit);
 }
 
 // Of the largest magnitude of a group, as bits: what its values are multiplied with to be integers below 255 * 128.
@@ -175,6 +209,15 @@ K3_DEVICE void split1(float value, digits& to) {
         to.start[0] = origin - 12 * sum_high, to.start[1] = origin - 12 * sum_low;
         to.unit = unit_of(largest, exponent);
     }
+}
+
+// Digits of `threads` vectors of eight columns of a token, the `block`-th of them.
+K3_DEVICE void prepare_columns(const bf16* x, i32 x_stride, digits* made, i64 token, i32 block) {
+    constexpr i32 vectors = MXFP4_INNER / 8;
+    const i32 vector = block * threads + thread_x();
+    if (vector - lane() >= vectors) return;
+    const u32x4 zero{0, 0, 0, 0};  // of a wave that has vectors, all lanes take part
+    split8(vector < vectors ? load16(x + token * x_stride + vector * 8) : zero, made[token * prepared + vector / 4]);
 }
 
 }  // namespace k3

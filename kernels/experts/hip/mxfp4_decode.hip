@@ -50,14 +50,9 @@ K3_DEVICE void bring(digits* to, const digits* from) {
 // Grid: (tokens, blocks of 4 * THREADS columns), THREADS = MXFP4_WAVES * 32.
 K3_KERNEL(threads)
 mxfp4_prepare(const bf16* x, i32 x_stride, digits* made) {
-    constexpr i32 vectors = MXFP4_INNER / 8;
     wait_for_earlier_kernel<dependent>();
     release_later_kernel<dependent>();
-    const i32 vector = block_y() * threads + thread_x();
-    if (vector - lane() >= vectors) return;
-    const i64 token = block_x();
-    const u32x4 zero{0, 0, 0, 0};  // of a wave that has vectors, all lanes take part
-    split8(vector < vectors ? load16(x + token * x_stride + vector * 8) : zero, made[token * prepared + vector / 4]);
+    prepare_columns(x, x_stride, made, block_x(), block_y());
 }
 
 // Grid: (routes, WIDTH / 32).

@@ -1,58 +1,16 @@
-// The kernels of mxfp4_decode.hip with weights in flight to shared memory instead of registers.
-//
-// A wave has few registers to spare, and what it has in flight bounds what memory delivers: at 2 KB for each of 24 waves
-// about 60 % of it. Here each wave has a ring of stages of its own, which it fills with asynchronous copies and empties
-// in order: no other wave waits for it, and no workgroup does.
-//
-//   mxfp4_ring_gate_up   stages of 16 rows and 256 columns of one of the two matrices
-//   mxfp4_ring_down      stages of 16 rows of one expert
+// The kernels of mxfp4_decode.hip with weights in flight to shared memory instead of registers: mxfp4_ring.h.
 //
 // No layout that is chosen has rings yet: these run in benchmarks and tests only.
 //
-// Macros as there, and MXFP4_RING, the stages of a ring. The stages are dynamic shared memory: waves * ring * stage.
-// `mxfp4_prepare` is that file's.
+// Macros as there, and MXFP4_RING. `mxfp4_prepare` is that file's.
 
-#include "mxfp4.h"
+#include "mxfp4_ring.h"
 #include "nvidia.h"
 #include "portability.h"
 
-namespace {
-
 using namespace k3;
 
-constexpr i32 ring = MXFP4_RING;
-constexpr i32 down_steps = MXFP4_WIDTH / span;
-
-// Weights by the lane that has them, `Vectors` of 16 bytes each, and `Words` of four scales of each of 16 rows.
-template <i32 Vectors, i32 Words>
-struct alignas(16) stage {
-    u32x4 weights[Vectors][32];
-    u32 scales[tile][Words];
-};
-using gate_up_stage = stage<4, 2>;
-using down_stage = stage<2 * down_steps, down_steps>;
-static_assert(sizeof(gate_up_stage) == 2176, "as hip_mxfp4.py counts it");
-static_assert(sizeof(down_stage) == (1024 + 64) * down_steps, "as hip_mxfp4.py counts it");
-
 K3_DYNAMIC_SHARED(u32x4, room);
-
-// The oldest stage is there: a lane knows of its own copies only, so the lanes meet.
-K3_DEVICE void wait_for_oldest_stage() {
-    wait_for_copies_but<ring - 1>();
-    wave_barrier();
-}
-
-// Digits come after what is in flight has been asked for, and are not one of its groups.
-template <i32 Count>
-K3_DEVICE void bring_digits(digits* to, const digits* from) {
-#pragma unroll
-    for (i32 at = thread_x(); at < Count * 5; at += threads) {
-        store16(reinterpret_cast<u32x4*>(to) + at, load16(reinterpret_cast<const u32x4*>(from) + at));
-    }
-    barrier();
-}
-
-}  // namespace
 
 // Grid: (routes, WIDTH / 32).
 K3_KERNEL(threads)
@@ -74,29 +32,19 @@ mxfp4_ring_gate_up(
     }
     // A wave takes 16 of the 32 rows of one of the two matrices, and every `parts`th pair of steps.
     const i32 half = wave() % 2, matrix = wave() / 2 % 2, part = wave() / 4;
-    const i32 first_row = (2 * block_y() + half) * tile, row = first_row + lane() / 4;
-    const i32 quarter = lane() % 4;
-    const unsigned char* const stored =
-        (matrix == 0 ? w_gate : w_up) + expert * expert_stride + static_cast<i64>(row) * row_stride + quarter * 16;
-    const unsigned char* const scale = (matrix == 0 ? s_gate : s_up) + expert * scale_expert_stride +
-                                       static_cast<i64>(first_row + lane() / 2) * scale_row_stride + lane() % 2 * 4;
-    const i32 down8 = 8 * row_stride;
+    const gate_up_source source = gate_up_rows(
+        (matrix == 0 ? w_gate : w_up) + expert * expert_stride, row_stride,
+        (matrix == 0 ? s_gate : s_up) + expert * scale_expert_stride, scale_row_stride, (2 * block_y() + half) * tile);
     const auto fetch = [&](i32 n) {
         const i32 pair = part + n * parts;
-        if (pair < pairs) {
-            gate_up_stage& to = stages[n % ring];
-#pragma unroll
-            for (i32 v = 0; v < 4; ++v) {
-                copy16_once(&to.weights[v][lane()], stored + (v % 2 == 0 ? 0 : down8) + pair * 128 + v / 2 * 64);
-            }
-            copy4(&to.scales[lane() / 2][lane() % 2], scale + pair * 8);
-        }
+        if (pair < pairs) fetch_pair(stages[n % ring], source, pair);
         close_group_of_copies();  // also an empty one: stages are counted
     };
 #pragma unroll
     for (i32 n = 0; n < ring; ++n) fetch(n);
     wait_for_earlier_kernel<dependent>();
-    bring_digits<MXFP4_INNER / 32>(groups, x + route / MXFP4_TOP_K * prepared);
+    bring_digits(groups, x + route / MXFP4_TOP_K * prepared, MXFP4_INNER / 32);
+    barrier();
 
     float total[4] = {};
 #pragma unroll 1
@@ -114,7 +62,7 @@ mxfp4_ring_gate_up(
     }
     const float one = group_sum<4>(k3::fma(total[0], 256.0f, total[1]));
     const float other = group_sum<4>(k3::fma(total[2], 256.0f, total[3]));
-    if (quarter == 0) {
+    if (lane() % 4 == 0) {
         sums[part][matrix][half * tile + lane() / 4] = one;
         sums[part][matrix][half * tile + lane() / 4 + 8] = other;
     }
@@ -141,11 +89,7 @@ mxfp4_ring_down(
     down_stage* const stages = reinterpret_cast<down_stage*>(room) + wave() * ring;
     release_later_kernel<dependent>();
     const i64 token = block_x();
-    const i32 first_row = block_y() * tile, row = first_row + lane() / 4;
-    const i32 quarter = lane() % 4;
-    const unsigned char* const stored = w_down + static_cast<i64>(row) * row_stride + quarter * 16;
-    const unsigned char* const scale = s_down + static_cast<i64>(first_row) * scale_row_stride;
-    const i32 down8 = 8 * row_stride;
+    const i64 first_row = block_y() * tile;
     // The expert of the n-th round of this wave, or a negative number; the same in all lanes.
     const auto expert_of = [&](i32 n) {
         const i32 slot = n * waves + wave();
@@ -154,24 +98,16 @@ mxfp4_ring_down(
     const auto fetch = [&](i32 n) {
         const i64 expert = n < each ? expert_of(n) : -1;
         if (expert >= 0) {
-            down_stage& to = stages[n % ring];
-            const unsigned char* const from = stored + expert * expert_stride;
-            const unsigned char* const by = scale + expert * scale_expert_stride;
-#pragma unroll
-            for (i32 v = 0; v < 2 * down_steps; ++v) {
-                copy16_once(&to.weights[v][lane()], from + (v % 2 == 0 ? 0 : down8) + v / 2 * 64);
-            }
-            for (i32 word = lane(); word < tile * down_steps; word += 32) {
-                const i32 r = word / down_steps, s = word % down_steps;
-                copy4(&to.scales[r][s], by + static_cast<i64>(r) * scale_row_stride + s * 4);
-            }
+            fetch_rows(stages[n % ring], w_down + expert * expert_stride + first_row * row_stride, row_stride,
+                       s_down + expert * scale_expert_stride + first_row * scale_row_stride, scale_row_stride);
         }
         close_group_of_copies();
     };
 #pragma unroll
     for (i32 n = 0; n < ring; ++n) fetch(n);
     wait_for_earlier_kernel<dependent>();
-    bring_digits<MXFP4_TOP_K * MXFP4_WIDTH / 32>(parts, hidden + token * (MXFP4_TOP_K * MXFP4_WIDTH / 32));
+    bring_digits(parts, hidden + token * (MXFP4_TOP_K * MXFP4_WIDTH / 32), MXFP4_TOP_K * MXFP4_WIDTH / 32);
+    barrier();
 
     float total[2] = {0.0f, 0.0f};
 #pragma unroll 1
@@ -205,7 +141,7 @@ mxfp4_ring_down(
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
         const float result = by_route ? total[r] : group_sum<4>(total[r]);
-        if (quarter == 0) sums[wave()][lane() / 4 + 8 * r] = result;
+        if (lane() % 4 == 0) sums[wave()][lane() / 4 + 8 * r] = result;
     }
     barrier();
     if (thread_x() >= tile) return;

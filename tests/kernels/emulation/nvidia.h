@@ -64,12 +64,21 @@ K3_DEVICE i32 add_bytes(u32 bytes, i32 sum) {
     return sum;
 }
 K3_DEVICE u32 high_product(u32 a, u32 b) { return static_cast<u32>(static_cast<u64>(a) * b >> 32); }
+K3_DEVICE i32 count_bits(u32 value) { return __builtin_popcount(value); }
+K3_DEVICE i32 lowest_bit(u32 value) { return __builtin_ctz(value); }
 
 K3_DEVICE void wave_barrier() { k3_emulator::meet(k3_emulator::wave_meeting()); }
 K3_DEVICE u32 wave_max_of_bits(u32 value) {
     const u32* const all = k3_emulator::exchange(&value, 1);
     for (i32 l = 0; l < wave_size; ++l) value = all[l * k3_emulator::most_words] > value ? all[l * k3_emulator::most_words] : value;
     return value;
+}
+K3_DEVICE u32 wave_ballot(bool condition) {
+    const u32 own = condition;
+    const u32* const all = k3_emulator::exchange(&own, 1);
+    u32 bits = 0;
+    for (i32 l = 0; l < wave_size; ++l) bits |= all[l * k3_emulator::most_words] << l;
+    return bits;
 }
 K3_DEVICE i32 wave_sum_of_integers(i32 value) {
     const u32* const all = k3_emulator::exchange(reinterpret_cast<const u32*>(&value), 1);

@@ -1,0 +1,119 @@
+"""The CUDA kernels for MXFP4 weights where several tokens meet at an expert (`hip/mxfp4_shared.hip`).
+
+    prepare   digits of the tokens; which routes meet            gate/up, down   once for up to `together` routes
+    combine   the routes of a token added up in their order
+
+Not chosen by any call so far: which numbers of tokens they are for has to be measured. Benchmarks and tests run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.kernels.devices import loaded_function
+from k3rewrite.kernels.experts import hip_call
+from k3rewrite.kernels.experts.formats import GROUP
+from k3rewrite.kernels.experts.hip_mxfp4 import DIGITS, DOWN_STAGE, GATE_UP_STAGE, PATH, SPAN, prepared_groups
+from k3rewrite.kernels.experts.plan import Facts
+from k3rewrite.ops.kernel import HipUnit
+
+SHARED_PATH = PATH.with_name("mxfp4_shared.hip")
+_PREPARING, _COMBINING = 4, 4
+"""waves of a workgroup of the first and the last kernel"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Waves of a workgroup, a multiple of 4 for gate/up; stages of a wave's ring; routes that share what is read."""
+
+    together: int = 4
+    """2, 4 or 8"""
+    gate_up_waves: int = 8
+    occupancy: int = 6
+    """waves of a quarter of a multiprocessor for which gate/up's registers are kept few enough"""
+    gate_up_ring: int = 2
+    down_waves: int = 8
+    down_ring: int = 2
+    shares: int = 4
+    """workgroups among which an expert's outputs are divided"""
+
+
+def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
+    """The four launches: prepare, gate/up, down, combine."""
+
+    def unit(symbol: str, waves: int, ring: int = 1, lds: int = 0) -> HipUnit:
+        macros = hip_call.defines(
+            "MXFP4", facts, WAVES=waves, RING=ring, TOGETHER=layout.together, OCCUPANCY=layout.occupancy
+        )
+        return HipUnit(SHARED_PATH, f"mxfp4_shared_{symbol}", macros, dynamic_lds=lds)
+
+    digits = layout.together * DIGITS // GROUP
+    rings = layout.gate_up_waves * layout.gate_up_ring, layout.down_waves * layout.down_ring
+    return [
+        unit("prepare", _PREPARING),
+        unit("gate_up", layout.gate_up_waves, layout.gate_up_ring, rings[0] * GATE_UP_STAGE + digits * facts.inner),
+        unit(
+            "down",
+            layout.down_waves,
+            layout.down_ring,
+            rings[1] * DOWN_STAGE * (facts.width // SPAN) + digits * facts.width,
+        ),
+        unit("combine", _COMBINING),
+    ]
+
+
+def mxfp4_shared(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
+    """The four launches; arguments as `hip_mxfp4.accepts` takes them, with at least one token."""
+    x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
+    gate, up, down = named["w_gate"], named["w_up"], named["w_down"]
+    s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
+    tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
+    out = x.new_empty((tokens, facts.outer))
+    prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
+    links = ids.new_empty((routes, layout.together), dtype=torch.int32)
+    hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
+    routed = x.new_empty((routes, facts.outer), dtype=torch.float32)
+    window = (ids, first, facts.experts)
+    with torch.cuda.device(x.device):
+        prepare, gate_up, down_shared, combine = _launches(facts, layout, x.device)
+        prepare(
+            grid=(tokens, -(-facts.inner // (8 * 32 * _PREPARING)) + -(-facts.top_k // _PREPARING)),
+            threads=32 * _PREPARING,
+            arguments=[x, x.stride(0), *window, routes, prepared, links],
+        )
+        gate_up(
+            grid=(routes, blocks),
+            threads=32 * layout.gate_up_waves,
+            arguments=[
+                prepared, links, *window, gate, up, gate.stride(0), gate.stride(1), s_gate, s_up, s_gate.stride(0),
+                s_gate.stride(1), float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
+            ],
+        )  # fmt: skip
+        down_shared(
+            grid=(routes, layout.shares),
+            threads=32 * layout.down_waves,
+            arguments=[
+                hidden, links, *window, down, down.stride(0), down.stride(1), s_down, s_down.stride(0),
+                s_down.stride(1), 1 << 16, layout.shares, routed,
+            ],
+        )  # fmt: skip
+        combine(
+            grid=(tokens, -(-facts.outer // (4 * 32 * _COMBINING))),
+            threads=32 * _COMBINING,
+            arguments=[routed, ids, weights, first, facts.experts, out],
+        )
+    return out
+
+
+@cache
+def _launches(facts: Facts, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
+    """The kernels for these sizes, compiled and loaded on `device`, the current one; each starts before the one before
+    it ends."""
+    units = all_units(facts, layout)
+    return tuple(partial(loaded_function(u), dynamic_lds=u.dynamic_lds, dependent=True) for u in units)
