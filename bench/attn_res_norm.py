@@ -255,9 +255,9 @@ MANY_ROWS = (
     + [Schedule(False, warps, 3, programs_per_cu=programs) for warps, programs in ((4, 2), (8, 2))]
 )
 HIP_LAYOUTS = [hip_kernel.Layout(1, 448), hip_kernel.Layout(1, 896)] + [
-    hip_kernel.Layout(split, threads, dependent)
-    for split, threads in ((4, 224), (7, 128), (8, 128))
-    for dependent in (False, True)
+    hip_kernel.Layout(split, threads, *options)
+    for split, threads in ((2, 448), (4, 224), (7, 128), (8, 128))
+    for options in ((False,), (True,), (True, True, False), (True, False, True), (True, True, True))
 ]
 
 

@@ -57,6 +57,10 @@ class Layout:
     split: int
     threads: int
     dependent: bool = False
+    asynchronous: bool = False
+    """wait for the bytes of the other workgroups, not for them. Not measured yet, as the next"""
+    early: bool = False
+    """write the new prefix before the sums are exchanged"""
 
 
 def layout_for(columns: int, arch: str) -> Layout | None:
@@ -159,6 +163,8 @@ def unit(
         "BLOCKS": blocks,
         "SPLIT": layout.split,
         "DEPENDENT": int(layout.dependent),
+        "ASYNC": int(layout.asynchronous),
+        "EARLY": int(layout.early),
         "THREADS": layout.threads,
         "DELTA": int(delta),
         "STORE": int(store),

@@ -82,6 +82,9 @@ def test_triton_other_dtypes(dtype: torch.dtype, rows: int) -> None:
         (hip_kernel.Layout(1, 448), 1, 8),
         (hip_kernel.Layout(1, 448), 33, 3),
         (hip_kernel.Layout(4, 224, dependent=True), 33, 3),
+        (hip_kernel.Layout(7, 128, dependent=True, asynchronous=True), 33, 8),
+        (hip_kernel.Layout(4, 224, asynchronous=True, early=True), 5, 0),
+        (hip_kernel.Layout(7, 128, dependent=True, early=True), 33, 3),
     ],
 )
 def test_hip_source(layout: hip_kernel.Layout | None, rows: int, count: int) -> None:
@@ -123,7 +126,10 @@ def test_slices_at_odd_addresses(offset: int) -> None:
     assert relative_error(normed, exact) <= BOUND[torch.bfloat16]
 
 
-@pytest.mark.parametrize("mix", [triton(None), hip_kernel.mix_rows])
+ASYNC = functools.partial(hip_kernel.mix_rows, layout=hip_kernel.Layout(7, 128, True, True, True))
+
+
+@pytest.mark.parametrize("mix", [triton(None), hip_kernel.mix_rows, ASYNC])
 def test_dependent_launches_in_a_graph_see_each_other(mix: launch.MixRows) -> None:
     """A chain of in-place updates replayed: each launch must wait for the one before it, also across replays."""
     case = make_case(4, 2, 7168, device="cuda")

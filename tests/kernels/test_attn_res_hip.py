@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_attn_res_triton import BY_NAME, call, emitted
 
+from k3rewrite.emit import Provenance, emit_unit
 from k3rewrite.kernels.attn_res_norm.hip_kernel import Layout, layout_for, unit
 from k3rewrite.targets import load_target
 
@@ -38,12 +39,27 @@ def test_compiles_for_nvidia_as_a_cluster(target: str, tmp_path: Path) -> None:
     assert "barrier.cluster.arrive" in text and "griddepcontrol.wait" in text and "st.shared::cluster" in text
 
 
+@pytest.mark.parametrize("target", ["h200", "b200"])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_cluster_that_waits_for_bytes(target: str, early: bool, tmp_path: Path) -> None:
+    """One meeting is left, at the start: nobody writes to a workgroup that has not begun."""
+    layout, kept = Layout(7, 128, True, True, early), {"mix": torch.float32, "scale": torch.float32}
+    wanted = unit(layout, 7168, 8, delta=True, store=True, norm=True, **kept)
+    kernel = emit_unit(wanted, load_target(target), tmp_path, "attn_res_norm", Provenance("attn_res_norm", "hip"))
+    if kernel.assembly is None:
+        pytest.skip(kernel.skipped)
+    text = kernel.assembly.read_text()
+    assert kernel.resources is not None and kernel.resources.spills == 0
+    assert text.count("barrier.cluster.arrive") == text.count("barrier.cluster.wait") == 1
+    assert text.count("st.async") == 14 and text.count("expect_tx") == 2 and "st.shared::cluster.f32" not in text
+    written = text.index("st.global.v4")
+    assert (written < text.index("st.async")) is early
+
+
 @pytest.mark.parametrize(
     "options", [{"delta": False}, {"norm": False}, {"mix": torch.bfloat16, "scale": torch.bfloat16}]
 )
 def test_optional_parts_compile(options: dict, tmp_path: Path) -> None:
-    from k3rewrite.emit import Provenance, emit_unit
-
     values = {"delta": True, "store": True, "norm": True, "mix": torch.float32, "scale": torch.float32} | options
     wanted = unit(Layout(1, 64), 512, 2, **values)
     kernel = emit_unit(wanted, load_target("mi355x"), tmp_path, "attn_res_norm", Provenance("attn_res_norm", "hip"))

@@ -12,6 +12,8 @@
 //   ATTN_RES_D        columns of a row, a multiple of 8
 //   ATTN_RES_BLOCKS   sources beside the prefix, 0 to 15
 //   ATTN_RES_SPLIT    workgroups that share a row; 1 on AMD
+//   ATTN_RES_ASYNC    1: workgroups wait for the bytes of each other's sums, not for each other (only with a SPLIT)
+//   ATTN_RES_EARLY    1: the last source is written before the sums are exchanged; 0: beside the result
 //   ATTN_RES_DEPENDENT  1: launched while the kernel before it may still run (sm_90 and later); 0 on AMD
 //   ATTN_RES_THREADS  threads of a workgroup; 8 columns a vector, so 448 threads take 7168 columns in 2 vectors each
 //   ATTN_RES_DELTA    1: prefix + delta, rounded to bf16, is the last source; 0: the prefix is
@@ -39,6 +41,7 @@ static_assert(columns % (8 * split) == 0, "ATTN_RES_D must be a multiple of 8 * 
 static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
 static_assert(threads % wave_size == 0, "ATTN_RES_THREADS must be whole waves");
 static_assert(sources <= 16, "at most 16 sources");
+static_assert(split > 1 || !ATTN_RES_ASYNC, "one workgroup has nobody's bytes to wait for");
 
 // Sources rounded up to a power of two: half of the sums that go over the workgroup.
 constexpr i32 half = sources > 8 ? 16 : sources > 4 ? 8 : sources > 2 ? 4 : sources;
@@ -128,24 +131,55 @@ K3_DEVICE void cluster_arrive() {
 K3_DEVICE void cluster_wait() {
     if constexpr (split > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-K3_DEVICE void meet() {
+// The bytes of an exchange that have arrived here. Barriers of their own: one wait less than meeting, as a write and the
+// word that it is there travel together.
+struct arrivals {
+    u64 barrier;
+};
+K3_DEVICE void expect(arrivals& here, u32 bytes) {
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(&here.barrier));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+K3_DEVICE void meet(arrivals& here) {
     if constexpr (split == 1) {
         barrier();
+    } else if constexpr (ATTN_RES_ASYNC) {
+        const u32 at = static_cast<u32>(__cvta_generic_to_shared(&here.barrier));
+        u32 done = 0;
+        while (!done) {
+            asm volatile(
+                "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                : "=r"(done)
+                : "r"(at)
+                : "memory");
+        }
     } else {
         cluster_arrive();
         cluster_wait();
     }
 }
-K3_DEVICE void leave(float* place, float value) {
+K3_DEVICE u32 address_in(i32 workgroup, u32 here) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(workgroup));
+    return there;
+}
+K3_DEVICE void leave(float* place, float value, arrivals& with) {
     if constexpr (split == 1) {
         *place = value;
     } else {
         const u32 here = static_cast<u32>(__cvta_generic_to_shared(place));
+        const u32 word = static_cast<u32>(__cvta_generic_to_shared(&with.barrier));
 #pragma unroll
         for (i32 i = 0; i < split; ++i) {
-            u32 there;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(i));
-            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+            const u32 there = address_in(i, here);
+            if constexpr (ATTN_RES_ASYNC) {
+                asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                    ::"r"(there), "r"(bit_cast<u32>(value)), "r"(address_in(i, word)) : "memory");
+            } else {
+                asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+            }
         }
     }
 }
@@ -163,8 +197,10 @@ K3_DEVICE void wait_for_earlier_kernel() {}
 K3_DEVICE void release_later_kernel() {}
 K3_DEVICE void cluster_arrive() {}
 K3_DEVICE void cluster_wait() {}
-K3_DEVICE void meet() { barrier(); }
-K3_DEVICE void leave(float* place, float value) { *place = value; }
+struct arrivals {};
+K3_DEVICE void expect(arrivals&, u32) {}
+K3_DEVICE void meet(arrivals&) { barrier(); }
+K3_DEVICE void leave(float* place, float value, arrivals&) { *place = value; }
 #endif
 
 K3_DEVICE bool inside(i32 vector) { return vectors % threads == 0 || vector < vectors; }
@@ -183,11 +219,15 @@ ATTN_RES_CLUSTER attn_res_norm(
     const i32 block_stride[15] = {r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, r10, r11, r12, r13, r14};
     __shared__ float wave_sums[split * waves][2 * half];
     __shared__ float wave_squares[split * waves];
+    __shared__ arrivals of_sums, of_squares;
     const i64 row = block_x() / split;
     const i32 part = block_x() % split;
     const i32 place = part * waves + wave();  // of this wave, among those of the row
     const i32 first_column = part * vectors * 8;
     const u32x4 zero{0, 0, 0, 0};
+    if constexpr (ATTN_RES_ASYNC) {
+        if (thread_x() == 0) expect(of_sums, sizeof(wave_sums)), expect(of_squares, sizeof(wave_squares));
+    }
     cluster_arrive();
     wait_for_earlier_kernel();
 
@@ -239,13 +279,22 @@ ATTN_RES_CLUSTER attn_res_norm(
         }
     }
 
+    if constexpr (ATTN_RES_EARLY && ATTN_RES_STORE) {
+#pragma unroll
+        for (i32 v = 0; v < per_thread; ++v) {
+            const i32 vector = thread_x() + v * threads;
+            if (!inside(vector)) continue;
+            store16(new_prefix + row * new_prefix_stride + first_column + vector * 8, held[sources - 1][v]);
+        }
+    }
+
     // Sums over the row: each wave leaves its own, then every wave adds up all of them.
     i32 index;
     const float sum_of_wave = scattered_wave_sums<2 * half>(partial, index);
     release_later_kernel();
     cluster_wait();  // all workgroups of the row have started: their shared memory may be written
-    leave(&wave_sums[place][index], sum_of_wave);
-    meet();
+    leave(&wave_sums[place][index], sum_of_wave, of_sums);
+    meet(of_sums);
 
     // A lane adds up one of the sums, and gets its source's other one from the lane `half` away. The softmax needs no
     // shared memory after this.
@@ -293,8 +342,8 @@ ATTN_RES_CLUSTER attn_res_norm(
             }
         }
         square_of_mix = wave_sum(square_of_mix);
-        if (lane() == 0) leave(&wave_squares[place], square_of_mix);
-        meet();
+        if (lane() == 0) leave(&wave_squares[place], square_of_mix, of_squares);
+        meet(of_squares);
         float sum = 0.0f;
 #pragma unroll
         for (i32 w = 0; w < split * waves; ++w) sum += wave_squares[w];
@@ -317,7 +366,7 @@ ATTN_RES_CLUSTER attn_res_norm(
         const i32 vector = thread_x() + v * threads;
         const i32 column = first_column + vector * 8;
         if (!inside(vector)) continue;
-        if constexpr (ATTN_RES_STORE) store16(new_prefix + row * new_prefix_stride + column, held[sources - 1][v]);
+        if constexpr (ATTN_RES_STORE && !ATTN_RES_EARLY) store16(new_prefix + row * new_prefix_stride + column, held[sources - 1][v]);
         store16(out + row * out_stride + column, pack8(mix[v]));
     }
 }
