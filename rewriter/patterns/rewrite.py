@@ -23,6 +23,7 @@ from k3rewrite.graph.provenance import UNKNOWN_SOURCE, module_path, source_line
 from k3rewrite.graph.purity import PurityIndex, aliases_of, effect, is_view, writes
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import StorageMap
+from k3rewrite.graph.strides import strides_unseen
 from k3rewrite.patterns.bindings import Match, describe
 from k3rewrite.patterns.pattern import OPERATORS
 from k3rewrite.patterns.rule import Builder, Policy, Refusal, Rule
@@ -311,12 +312,13 @@ def _none_between(writers: Sequence[Node], first: Node, last: Node) -> bool:
 
 
 def _contract(rewrite: Rewrite) -> Refusal | None:
-    """Every output keeps dtype, symbolic shape, device and observable stride."""
+    """Every output keeps dtype, symbolic shape, device and, where anybody can tell, stride."""
     for name, old in rewrite.old.items():
         if name not in rewrite.new:
             return Refusal(f"the rule builds no replacement for '{name}'", old)
-        difference = metadata_difference(old.meta["val"], rewrite.new[name].meta["val"])
-        if difference:
+        before, after = old.meta["val"], rewrite.new[name].meta["val"]
+        difference = metadata_difference(before, after)
+        if difference and not (difference.startswith("stride ") and strides_unseen(old, after, rewrite.match.nodes)):
             return Refusal(f"contract: output '{name}': {difference}", old)
     return None
 

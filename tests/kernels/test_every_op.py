@@ -51,6 +51,11 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
     nibbles, scales = torch.randint(0, 256, (4, 32, 16)).to(torch.uint8), torch.randint(120, 130, (4, 32, 1))
     packed, scaled = (nibbles,) * 3, (scales.to(torch.uint8),) * 3
     latent = torch.randn(tokens.shape[0], 32).to(BF16)
+    count, slots = rows[0], torch.randperm(rows[0]) + 1
+    step = (*(make(count, 3, WIDTH) for _ in range(3)), -make(count, 3, WIDTH).abs())
+    beta, pools = step[0].sum(-1).sigmoid(), [torch.randn(n, 3, WIDTH, WIDTH) for n in (count, count + 3)]
+    inputs, taps = make(count, WIDTH).to(BF16), torch.randn(WIDTH, 4)
+    lines = [torch.randn(count + 2, 5, WIDTH).to(BF16), torch.randn(count, WIDTH, 4).to(BF16)]
     normed = {"mix_dtype": BF16, "scale_dtype": FP32, **mixed}
     return {
         "rms_norm": [(x, w, EPS, *_norm()), (x.float(), None, EPS, FP32, FP32, FP32), (x, None, EPS, FP32, FP32, BF16)],
@@ -72,6 +77,25 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (tokens, ids, shares, *halves, None, None, None, "dense", "silu", 0.0, 0.0, 1, *(BF16,) * 6),
             (tokens, ids, shares, *halves, None, None, None, "dense", "silu", 0.0, 0.0, 0, *(FP32,) * 5, BF16),
             (latent, ids, shares, *packed, *scaled, "mxfp4", "situ", 4.0, 25.0, 0, BF16, FP32, BF16, BF16, FP32, BF16),
+        ],
+        "short_conv": [
+            (inputs, taps, lines[0], slots, True, 3, True, True, FP32, FP32, BF16),
+            (inputs, taps, lines[0].transpose(1, 2), slots, False, 4, False, False, FP32, BF16, FP32),
+            (inputs, taps.to(BF16), lines[1], None, False, 4, False, True, FP32, BF16, BF16),
+        ],
+        "kda_step": [
+            (*step, beta, pools[1], slots - 1, True, True),
+            (
+                *step[:3],
+                step[3][..., :1],
+                beta,
+                pools[1].transpose(0, 1).contiguous().transpose(0, 1),
+                slots,
+                False,
+                False,
+            ),
+            (*step, beta, pools[0], None, False, True),
+            (*step, beta, pools[0].transpose(2, 3), None, False, False),
         ],
         "attn_res": [(sources, w, square[:1], EPS, mixed)],
         "attn_res_norm": [(x, sources, w, square[:1], EPS, w, EPS, normed)],
