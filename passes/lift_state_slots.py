@@ -9,8 +9,9 @@
     o, new = k3::short_conv(..., rows, None, False, ...)
     pool = pool.index_put((at,), torch.where(dead[:, None, None], pool[0], new))
 
-Slot 0 is taken for nobody's only where the graph shows it: rows of it read zeros and write back what was there. In a
-pool without that rule it is a slot as any other. Two rows that share a slot mean nothing in either spelling.
+Slot 0 is taken for nobody's only where the graph shows it: rows of it read zeros and write back what was there, and
+the output of `kda_step` is masked for them, `o.masked_fill(dead, 0)`. In a pool without that rule it is a slot as any
+other. Two rows that share a slot mean nothing in either spelling.
 
 A pool of which only the first columns move, `pool[:, :3]`, is written through a slice.
 """
@@ -54,7 +55,7 @@ class LiftStateSlots(Rule):
     policy = Policy.EXACT
     anchors = frozenset({_CONV, _STEP})
     pattern = Anything()
-    exposable = frozenset({"step[0]"})
+    exposable = frozenset({"step[0]", "masked"})
 
     def is_site(self, node: Node) -> bool:
         """A state that is computed: an input of the graph has no slots."""
@@ -88,7 +89,7 @@ class LiftStateSlots(Rule):
         }
         step = builder.call(match["step"].target, *arguments.values())
         new = {"root": builder.item(step, 1)}
-        return new | ({"step[0]": builder.item(step, 0)} if exposed else {})
+        return new | {name: builder.item(step, 0) for name in exposed}
 
     def examples(self) -> Sequence[Example]:
         return (
@@ -112,6 +113,12 @@ class LiftStateSlots(Rule):
             out, new = _kda(q, k, v, pool[at].masked_fill(dead.view(-1, 1, 1, 1), 0))
             return out, pool.index_put((at,), new)
 
+        def unmasked(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+            dead = slots <= 0
+            at, rows = slots.masked_fill(dead, 0), dead.view(-1, 1, 1, 1)
+            out, new = _kda(q, k, v, pool[at].masked_fill(rows, 0))
+            return out, pool.index_put((at,), torch.where(rows, pool[0], new))
+
         def below_zero(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
             dead = slots < 0
             at, rows = slots.masked_fill(dead, 0), dead.view(-1, 1, 1, 1)
@@ -122,6 +129,7 @@ class LiftStateSlots(Rule):
             CounterExample("written elsewhere", elsewhere, _inputs, "written to other slots than it was read from"),
             CounterExample("added to what is there", added, _inputs, "added to what is there"),
             CounterExample("null rows overwrite slot 0", dropped, _inputs, "null rows are read as zeros and written"),
+            CounterExample("null rows give what they hold", unmasked, _inputs, "null rows do not give zeros"),
             CounterExample("another null slot", below_zero, _inputs, "slots at or below zero"),
             CounterExample("no pool", lambda q, k, v, pool, slots: _kda(q, k, v, pool[1:4]), _inputs, "not gathered"),
         )
@@ -141,6 +149,9 @@ def _read(step: Node) -> Match:
     if masks or value.target is aten.where.self:
         bindings |= {"slots": _raw_slots(at, rows, value, pool), "null_slot": True}
         inside |= {value, *(n for n in value.args if isinstance(n, Node) and n.target is aten.select.int)}
+        if step.target is _STEP and (out := next((u for u in step.users if u.args[1] == 0), None)) is not None:
+            bindings["masked"] = _masked(out, at.args[1])
+            inside |= {out, bindings["masked"]}
     inside.add(_item(step, 1))
     if pool.target is aten.slice.Tensor:
         whole = _written_back(put, pool)
@@ -205,6 +216,15 @@ def _raw_slots(at: Node, rows: Node, value: Node, pool: Node) -> Node:
     return raw
 
 
+def _masked(out: Node, dead: Any) -> Node:
+    """The output with zeros for null rows."""
+    users = list(out.users)
+    if len(users) == 1 and users[0].target is aten.masked_fill.Scalar and users[0].args[2] == 0:
+        if _is_of_rows(users[0].args[1], dead, out):
+            return users[0]
+    raise _Unlike("null rows do not give zeros", out)
+
+
 def _is_of_rows(mask: Any, dead: Node, rows: Node) -> bool:
     """True for a view of `dead` with one entry for each row."""
     if not isinstance(mask, Node) or not isinstance(mask.meta.get("val"), Tensor):
@@ -253,9 +273,9 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tupl
 
 def _with_null_slot(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     dead = slots <= 0
-    at, rows = slots.masked_fill(dead, 0), dead.view(-1, 1, 1).unsqueeze(3)
-    out, new = _kda(q, k, v, pool[at].masked_fill(rows, 0))
-    return out, pool.index_put((at,), torch.where(rows, pool[0], new))
+    at, rows = slots.masked_fill(dead, 0), dead.view(-1, 1, 1)
+    out, new = _kda(q, k, v, pool[at].masked_fill(rows.unsqueeze(3), 0))
+    return out.masked_fill(rows, 0), pool.index_put((at,), torch.where(rows.unsqueeze(3), pool[0], new))
 
 
 def _first_columns(x: Tensor, weight: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ project, vLLM and FLA's serving kernels have it; otherwise [K, V], as transforme
 
 slots     None: row i of the state belongs to row i of the input.
           Else row i has the state in slot `slots[i]`, and two rows never share one.
-null_slot True: slots at or below zero are nobody's. Such a row starts from zeros and leaves the state as it is.
+null_slot True: slots at or below zero are nobody's. Such a row gives zeros, whatever it holds, and leaves the state
+          as it is.
           False: slot 0 is a slot as any other, and there is none below it.
 
 Sources: Kimi Linear (arXiv 2510.26692), section 3; the rounding points are those of the eager models.
@@ -41,6 +42,8 @@ def kda_step(
     update = beta.unsqueeze(2) * (v - predicted)
     rows = rows + update.unsqueeze(values) * wide_k
     out = (rows * q.unsqueeze(keys)).sum(-1 if keys_last else -2)
+    if null_slot and slots is not None:
+        out = out.masked_fill(_like_rows(slots <= 0, out), 0)
     return out, with_rows(state, rows, slots, at, null_slot)
 
 
@@ -64,8 +67,8 @@ def with_rows(state: Tensor, rows: Tensor, slots: Tensor | None, at: Tensor | No
     return state.index_put((at,), rows)
 
 
-def _like_rows(rows: Tensor, state: Tensor) -> Tensor:
-    return rows.view(-1, *[1] * (state.dim() - 1))
+def _like_rows(rows: Tensor, other: Tensor) -> Tensor:
+    return rows.view(-1, *[1] * (other.dim() - 1))
 
 
 def kda_step_fake(

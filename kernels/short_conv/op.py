@@ -8,7 +8,7 @@ The sum is computed in `compute_dtype`, rounded to `sum_dtype`, and the SiLU's r
 leaves the function out. Of a state with more than L columns the others stay as they are: a verify window uses them.
 `channels_last`: a state is [columns, C], as in this project and vLLM; otherwise [C, columns], as in transformers.
 
-`slots` and `null_slot` are those of `k3::kda_step`.
+`slots` and `null_slot` are those of `k3::kda_step`, but that a row of nobody starts from a line of zeros.
 """
 
 from __future__ import annotations

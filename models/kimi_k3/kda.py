@@ -5,7 +5,8 @@
     g = lower_bound · σ(exp(A_log[h]) · (f + dt_bias))                     β = σ(b)
     o = delta_rule(q, k, v, g, β; S)               out = W_o (RMS(o) ⊙ σ(z))
 
-One projection path serves all phases; what differs is how the convolution and the recurrence meet the state.
+One projection path serves all phases; what differs is how the convolution and the recurrence meet the state. A null row
+gives zeros from the recurrence, whatever it holds, as serving kernels do.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class KimiDeltaAttention(nn.Module):
         dead = plan.dead.unsqueeze(3)
         out, state = delta_step(*heads, pool[plan.slots].masked_fill(dead, 0))
         pool[plan.slots] = torch.where(dead, pool[0], state)
-        return out
+        return out.masked_fill(plan.dead, 0)
 
     def _verify(self, heads: Heads, pool: Tensor, plan: VerifyPlan) -> Tensor:
         state = pool[plan.start].masked_fill(plan.start_dead, 0)
@@ -132,7 +133,7 @@ class KimiDeltaAttention(nn.Module):
             outputs.append(out)
             states.append(state)
         pool[plan.table] = torch.where(plan.table_dead, pool[0], torch.stack(states, dim=1))
-        return torch.stack(outputs, dim=1)
+        return torch.stack(outputs, dim=1).masked_fill(plan.dead.unsqueeze(3), 0)
 
     def _prefill(self, heads: Heads, pool: Tensor, plan: PrefillPlan) -> Tensor:
         out, state = delta_chunk(
@@ -146,4 +147,4 @@ class KimiDeltaAttention(nn.Module):
             block=self.config.chunk_block,
         )
         pool[plan.slots] = torch.where(plan.dead.unsqueeze(3), pool[0], state)
-        return out
+        return out.masked_fill(plan.dead_tokens, 0)
