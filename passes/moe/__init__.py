@@ -12,7 +12,7 @@ experts.py     a value -> the arguments of `k3::experts`, or the reason why it i
 routes.py      the same for the output of one route
 activation.py  SiLU or SiTU of two halves
 weights.py     stacked weights: dense or MXFP4, which rows of which tensor
-ranges.py      which numbers ids may be: none below zero?
+ranges.py      which numbers ids may be: none below zero? by intervals.py and range_rules.py
 tables.py      MXFP4's lookup tables; values for a check by execution
 sites.py       where in the graph a mixture may be
 examples.py    examples and counterexamples of the rule

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from k3rewrite.graph.shapes import same_size, same_sizes
@@ -13,7 +14,7 @@ from k3rewrite.passes.moe.experts import Experts, experts_of
 from k3rewrite.passes.moe.expression import Apply, Product, uncast
 from k3rewrite.passes.moe.index import Axis, Unreadable
 from k3rewrite.passes.moe.neighbourhood import is_separate_expert, roots_of
-from k3rewrite.passes.moe.ranges import Ranges, name_of
+from k3rewrite.passes.moe.ranges import Ranges
 from k3rewrite.passes.moe.reader import Reader
 from k3rewrite.passes.moe.routing import is_constant
 from k3rewrite.passes.moe.tables import check_tables
@@ -90,6 +91,8 @@ def _site(root: Node, anchor: Node, reader: Reader) -> Site:
         raise NotExperts("the down projection is not part of this sum", root, progress=0)
     _check_sizes(experts, ids, weights)
     _check_groups(reader, nodes, experts.w_down)
+    if ids.meta["val"].dtype == torch.bool:
+        raise NotExperts("the ids are booleans", ids, progress=4)
     if not experts.compared:
         _check_signs(ids)
     for weight in (experts.w_gate, experts.w_up, experts.w_down):
@@ -132,16 +135,13 @@ def _check_groups(reader: Reader, nodes: set[Node], weight: Weight) -> None:
 def _check_signs(ids: Node) -> None:
     """Ids that are an index must be known to be none below zero."""
     ranges = Ranges()
-    if ranges.of(ids).low >= 0:
+    if ranges.of_ids(ids).low >= 0:
         return
     reason = "the ids may be negative: as an index such a number counts from the last expert"
     if ranges.unknown:
         source = ranges.unknown[0]
-        reason += (
-            f"; nothing is known of what {name_of(source) or source.target} gives: if it is none below zero, say so by "
-            ".clamp(min=0)"
-        )
-    raise NotExperts(reason, ids, progress=4)
+        reason += f"; nothing is known of what {source.target} gives"
+    raise NotExperts(f"{reason}; if none is below zero, .clamp(min=0) says so", ids, progress=4)
 
 
 def _storage(weight: Weight) -> set[Node]:

@@ -26,6 +26,7 @@ from k3rewrite._torch_private.fake import (
     statically_known,
     storage_id,
     symbolic_hint,
+    symbolic_least,
     symbolic_text,
 )
 from k3rewrite._torch_private.graphs import (
@@ -93,6 +94,7 @@ __all__ = [
     "statically_known",
     "storage_id",
     "symbolic_hint",
+    "symbolic_least",
     "symbolic_text",
     "trace",
     "trace_structured_text",

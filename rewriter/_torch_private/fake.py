@@ -91,6 +91,15 @@ def symbolic_hint(size: torch.SymInt) -> int | None:
     return int(hint) if hint is not None else None
 
 
+def symbolic_least(size: torch.SymInt) -> float:
+    """The least that a symbolic number can be, without adding a guard; minus infinity if there is no bound. (2.2+)"""
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    try:
+        return float(int(bounds.lower))
+    except (OverflowError, TypeError, ValueError):  # minus infinity is none of Python's integers
+        return -float("inf")
+
+
 def statically_known(condition: bool | torch.SymBool) -> bool:
     """True if the condition holds for every input; False, and no guard, if that is not known."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import traced
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from k3rewrite.capture.constants import KEY
-from k3rewrite.passes.moe.ranges import Range, Ranges
+from k3rewrite.capture.constants import RANGE_KEY, integer_range
+from k3rewrite.passes.moe.intervals import Range
+from k3rewrite.passes.moe.ranges import Ranges
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """One more step of a computation: from what there is, and from the first numbers."""
@@ -79,13 +81,13 @@ def test_what_is_computed_lies_in_its_range(steps: list[Step], seed: int) -> Non
 
 FROM_ZERO: dict[str, tuple[Callable[[Tensor], Tensor], Range]] = {
     "top-k": (lambda v: v.topk(2).indices, Range(0, 8)),
-    "one": (lambda v: v.argmax(-1), Range(0)),
+    "one": (lambda v: v.argmax(-1), Range(0, 8)),
     "the largest of each row": (lambda v: v.max(1).indices, Range(0, 8)),
     "sorted": (lambda v: v.sort(dim=1, descending=True).indices[:, :2], Range(0, 8)),
     "8 bits": (lambda v: v.topk(2).indices.to(torch.int8), Range(0, 8)),
     "bf16": (lambda v: v.topk(2).indices.to(torch.bfloat16).long(), Range(0, 8)),
     "counted by a remainder": (lambda v: (v * 100).long() % 6, Range(0, 5)),
-    "of a group": (lambda v: v.view(-1, 3, 3).amax(-1).argmax(-1) * 3 + v[:, :3].argmax(-1), Range(0)),
+    "of a group": (lambda v: v.view(-1, 3, 3).amax(-1).argmax(-1) * 3 + v[:, :3].argmax(-1), Range(0, 8)),
     "held here": (lambda v: torch.where((ids := v.topk(2).indices) >= 4, ids - 4, 0), Range(0, 4)),
     "held here, added": (lambda v: torch.where((ids := v.topk(2).indices) < 4, 0, ids + -4), Range(0, 4)),
     "held here, of what was shifted": (
@@ -94,7 +96,7 @@ FROM_ZERO: dict[str, tuple[Callable[[Tensor], Tensor], Range]] = {
     "not held here": (
         lambda v: ((ids := v.topk(2).indices) - 4).masked_fill((ids < 4) | (ids >= 7), 0), Range(0, 4)
     ),
-    "of two choices": (lambda v: torch.cat([v.topk(2).indices, v.argmin(-1, keepdim=True)], 1), Range(0)),
+    "of two choices": (lambda v: torch.cat([v.topk(2).indices, v.argmin(-1, keepdim=True)], 1), Range(0, 8)),
     "split": (lambda v: v.topk(2).indices.split(1, dim=1)[1], Range(0, 8)),
     "routed by an op": (lambda v: torch.ops.k3.route(v, None, 2, "softmax", True, 0.0, 1.0, True, v.dtype, v.dtype)[1],
                         Range(0, 8)),
@@ -109,12 +111,86 @@ def test_ids_of_routers(name: str) -> None:
     assert found.low <= values.min() and values.max() <= found.high
 
 
+def _output(module: GraphModule) -> Node:
+    (returned,) = next(n for n in module.graph.nodes if n.op == "output").all_input_nodes
+    return returned
+
+
 def test_numbers_of_the_program_and_of_a_table_count() -> None:
     found, _ = _range(lambda v: torch.tensor([3, -2, 7])[v], torch.tensor([0, 1]))
     assert found == Range(-2, 7)
     module = traced(lambda table, at: table[at], (torch.tensor([4, -1]), torch.tensor([0])))
     table, _ = module.graph.find_nodes(op="placeholder")
-    (returned,) = next(n for n in module.graph.nodes if n.op == "output").all_input_nodes
-    assert Ranges().of(returned) == Range(0)  # an input
-    table.meta[KEY] = torch.tensor([4, -1])  # a buffer
-    assert Ranges().of(returned) == Range(-1, 4)
+    assert Ranges().of_ids(_output(module)).low < 0  # what another input holds
+    table.meta[RANGE_KEY] = integer_range(torch.tensor([4, -1]))  # a buffer
+    assert Ranges().of_ids(_output(module)) == Range(-1, 4)
+
+
+INPUTS: dict[str, tuple[Callable[..., Tensor], int, bool]] = {
+    "as it is": (lambda ids: ids, 1, True),
+    "seen otherwise": (lambda ids: ids.t()[:1].int().flatten(), 1, True),
+    "halved": (lambda ids: ids // 2, 1, True),
+    "moved": (lambda ids: ids - 1, 1, False),
+    "moved by another input": (lambda ids, by: ids + by, 2, False),
+    "looked up in another input": (lambda ids, table: table.flatten()[ids], 2, False),
+    "narrowed": (lambda ids: ids.to(torch.int8), 1, False),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_only_an_input_that_stands_alone_is_taken_for_ids(name: str) -> None:
+    function, count, trusted = INPUTS[name]
+    module = traced(function, tuple(torch.zeros(2, 2, dtype=torch.int64) for _ in range(count)))
+    assert (Ranges().of_ids(_output(module)).low >= 0) is trusted
+
+
+@torch.library.custom_op("k3_test_ranges::sub", mutates_args=())
+def _sub(ids: Tensor, by: int) -> Tensor:
+    return ids - by
+
+
+@_sub.register_fake
+def _(ids: Tensor, by: int) -> Tensor:
+    return torch.empty_like(ids)
+
+
+NOT_FROM_ZERO: dict[str, Callable[[Tensor], Tensor]] = {
+    "an op of somebody else's with a known name": lambda v: torch.ops.k3_test_ranges.sub(v.topk(2).indices, 1),
+    "a fraction above a bound": lambda v: torch.where((p := v * 4) > 0, p - 1, 0).floor().long(),
+    "a fraction that is cut off": lambda v: v.clamp(min=0.5, max=2).long() * 2 - 1,
+    "a remainder of floats": lambda v: (2 - ((v * 10) % 3)).mul(3).long(),
+    "rounded to tens": lambda v: torch.round(v.clamp(4.0, 4.5), decimals=-1).long() - 4,
+    "half an integer": lambda v: torch.full((2,), 0.5, dtype=torch.int64) * 2 - 1,
+    "wrapped while it was filled": lambda v: v.new_full((5, 1), 255, dtype=torch.uint8).to(torch.int8).long(),
+    "wrapped before it is chosen": lambda v: torch.where(
+        (i := (v.topk(2).indices * 20).to(torch.int8)) >= 0, i + 100, 0
+    ),
+    "a hash": lambda v: ((v.topk(2).indices + 5) * 6364136223846793005) >> 61,
+    "the bits of a float": lambda v: v.clamp(min=0.1).double().view(torch.int32) >> 30,
+    "no number": lambda v: v.topk(2).indices.float().masked_fill(v[:, :2] > 2, torch.nan).long(),
+    "a quotient of zeros": lambda v: torch.div(torch.zeros(2), v[0, :2]).long(),
+    "places of repetitions": lambda v: torch.repeat_interleave(torch.full((2,), 5), output_size=10) - 5,
+    "a product that wraps": lambda v: torch.fmod(v.topk(2).indices.int() * 1000003 * 1000, 8),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FROM_ZERO)
+def test_what_may_be_below_zero(name: str) -> None:
+    found, values = _range(NOT_FROM_ZERO[name], torch.randn(5, 9))
+    assert found.low < 0 and found.low <= values.min() and values.max() <= found.high
+
+
+LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "times a mask": lambda ids: (ids - 4) * (ids >= 4),
+    "others set to zero": lambda ids: torch.ops.aten.index_put(here := ids - 4, (here < 0,), torch.tensor(0)),
+    "one taken out": lambda ids: torch.where((here := ids - 1) != -1, here, 0),
+    "a shared expert behind them": lambda ids: torch.slice_scatter(
+        torch.zeros(5, 3, dtype=torch.int64), torch.ops.aten.copy(torch.zeros_like(ids), ids), 1, 0, 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_usual_masks_of_local_experts(name: str) -> None:
+    found, values = _range(lambda v: LOCAL[name](v.topk(2).indices), torch.randn(5, 9))
+    assert found.low == 0 <= values.min()
