@@ -128,14 +128,6 @@ class KimiK3Config:
             "n_experts": self.num_experts,
         }
 
-    def main_weight_bytes(self, itemsize: int) -> int:
-        """Bytes of the routed experts and of both ends of the vocabulary, nearly all that the model stores; `itemsize`
-        is that of its dtype."""
-        expert = 3 * self.moe_intermediate_size * self.routed_expert_hidden_size
-        stored = expert // 2 + expert // MXFP4_GROUP if self.experts == "mxfp4" else expert * itemsize
-        ends = 2 * self.vocab_size * self.hidden_size * itemsize
-        return self.counts()["n_moe_layers"] * self.num_experts * stored + ends
-
     def writes_block(self, layer: int) -> bool:
         return layer % self.attn_res_block_size == 0
 
@@ -257,6 +249,12 @@ class KimiK3Config:
             problems.append(
                 f"kda_layers and full_attn_layers must name each of the layers 1..{self.num_hidden_layers} once"
             )
+        for name in ("rms_norm_eps", "lora_norm_eps", "routed_scaling_factor"):
+            if not 0 <= getattr(self, name) < 1e6:
+                problems.append(f"{name} is {getattr(self, name)}, must be from 0 to a million")
+        for name in ("activation_situ_beta", "activation_situ_linear_beta"):
+            if (beta := getattr(self, name)) is not None and not beta > 0:
+                problems.append(f"{name} is {beta}, must be above 0")
         if self.gate_lower_bound >= 0:
             problems.append(f"gate_lower_bound is {self.gate_lower_bound}, must be negative")
         elif -self.gate_lower_bound * (self.chunk_block - 1) > 85:

@@ -96,7 +96,7 @@ def _text_config(path: Path) -> tuple[Mapping[str, Any], str]:
             place=str(path),
             remedy="give the path of a checkpoint's config.json",
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no text, a number of thousands of digits, nested deeply
         raise ConfigError(f"is no JSON: {error}", place=str(path), remedy=_FETCH) from None
     if not isinstance(content, Mapping):
         raise ConfigError("holds no JSON object", place=str(path), remedy=_FETCH)

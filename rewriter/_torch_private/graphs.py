@@ -57,9 +57,9 @@ def trace_structured_text(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
-def graph_break(module: torch.fx.GraphModule) -> tuple[str, Any] | None:
-    """(why, the innermost frame or None) if Dynamo ended this graph at something that it cannot capture. (2.1+)"""
+def graph_break(module: torch.fx.GraphModule) -> tuple[str, list[Any]] | None:
+    """(why, the stack of frames) if Dynamo ended this graph at something that it cannot capture. (2.1+)"""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return str(reason.reason), reason.user_stack[-1] if reason.user_stack else None
+    return str(reason.reason), list(reason.user_stack or [])

@@ -101,6 +101,17 @@ def capture(
     return received[0]
 
 
+def _with_its_hooks(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What is to be compiled: a module with hooks as a call of it, as Dynamo gives hooks graphs of their own."""
+    if not isinstance(model, torch.nn.Module) or not (model._forward_hooks or model._forward_pre_hooks):
+        return model
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return call
+
+
 class _Received(K3RewriteError):
     """Ends a trace once the graph is there."""
 
@@ -115,7 +126,7 @@ def run_captured(
     stop: type[BaseException] | None = None,
 ) -> Any:
     """Call the model compiled whole with `backend`; errors of tracing become CaptureError, `stop` ends quietly."""
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(_with_its_hooks(model), backend=backend, fullgraph=True, dynamic=dynamic)
     try:
         with torch.no_grad(), dynamo.quiet_shape_functions():
             return compiled(*args, **kwargs)

@@ -7,9 +7,12 @@ torch._dynamo.exc.Unsupported("Data-dependent branching ... File "net.py", line 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -19,6 +22,7 @@ from k3rewrite.errors import CaptureError
 from k3rewrite.graph.provenance import UNKNOWN_SOURCE, trace_source_line
 from k3rewrite.report.schema import BROKEN_GRAPH
 
+_STDLIB, _TORCH = sysconfig.get_paths()["stdlib"] + os.sep, str(Path(torch.__file__).parent) + os.sep
 DYNAMO_ERRORS: tuple[type[Exception], ...] = (TorchDynamoException,)
 
 
@@ -58,17 +62,25 @@ def broken_graph(module: torch.fx.GraphModule) -> str | None:
     found = private.graph_break(module)
     if found is None:
         return None
-    lines = [line.strip() for line in found[0].splitlines() if line.strip()]
-    where = f" at {Path(found[1].filename).name}:{found[1].lineno} in {found[1].name}" if found[1] is not None else ""
+    text, stack = found
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["for a reason that it does not say"]
+    reason = "a branch on the values of a tensor" if lines[0].startswith("generic_jump") else lines[0]
+    said = ". ".join(part.rstrip(".") for part in (reason, _labelled(lines, "Explanation:")) if part)
+    own = [frame for frame in stack if not _is_no_users(frame.filename)] or stack
+    where = f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
     return (
-        f"{BROKEN_GRAPH}{where}: {lines[0]}. {_labelled(lines, 'Explanation:')} What is spread over several graphs is "
-        f"not rewritten; torch.compile(..., fullgraph=True) makes it an error{_hint(found[0])}"
+        f"{BROKEN_GRAPH}{where}: {said}. What is spread over several graphs is not rewritten; "
+        f"torch.compile(..., fullgraph=True) makes it an error{_hint(text, stack)}"
     )
 
 
-def _hint(text: str) -> str:
-    """What is nearly always behind a break, where that is so."""
-    looped = "aten.nonzero" in text  # which experts are hit
+def _is_no_users(file: str) -> bool:
+    return file.startswith(_TORCH) or (file.startswith(_STDLIB) and "site-packages" not in file)
+
+
+def _hint(text: str, stack: Sequence[Any] = ()) -> str:
+    """What is behind the break of a mixture of experts: which of them are hit depends on data."""
+    looped = "aten.nonzero" in text and "expert" in f"{text} {stack}".lower()
     return "; for a loop over the experts that are hit see docs/moe.md, 'Models of transformers'" if looped else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from types import TracebackType
@@ -26,6 +27,8 @@ def stderr() -> Console:
 
 
 def _console(stream: TextIO) -> Console:
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a report may hold what the terminal's encoding does not
     console = Console(file=stream, highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH

@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from k3rewrite._torch_private import FakeTensor
 from k3rewrite.errors import ConfigError, K3RewriteError, ModelError, did_you_mean
 
 
@@ -50,11 +52,11 @@ def load_factory(spec: str) -> Callable[..., Any]:
 
 
 def build_from_factory(
-    spec: str, settings: Mapping[str, Any], *, asked: frozenset[str] = frozenset()
+    spec: str, settings: Mapping[str, Any], *, asked: frozenset[str] = frozenset(), run: bool = False
 ) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Call the factory with those of `settings` that it takes, and check that it returns (module, args, kwargs).
 
-    `ModelError` if it raises, or asks Python to exit.
+    `ModelError` if it raises, or asks Python to exit; `ConfigError` if it is to `run` and there are no values.
     """
     factory = load_factory(spec)
     place = f"model {spec}"
@@ -83,6 +85,8 @@ def build_from_factory(
         module, args, kwargs = result
         if isinstance(module, torch.nn.Module) and isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping):
             _check_call(module, args, kwargs, place)
+            if run:
+                _check_values(module, args, kwargs, place)
             return module, tuple(args), dict(kwargs)
     found = (
         f"a tuple ({', '.join(type(r).__name__ for r in result)})"
@@ -90,6 +94,20 @@ def build_from_factory(
         else type(result).__name__
     )
     raise ConfigError(f"the factory returned {found}", place=place, remedy="return (module, args, kwargs)")
+
+
+def check_call(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """`ModelError` if the model as it is raises as well when it is called: the rewrite is not to blame."""
+    with _users_code("the model, as it is,"), torch.no_grad():
+        model(*args, **kwargs)
+
+
+def _check_values(module: torch.nn.Module, args: Any, kwargs: Any, place: str) -> None:
+    tensors = [*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))]
+    if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
+        raise ConfigError(
+            "the model or its inputs have no values: meta or fake tensors", place=place, remedy="add --no-run"
+        )
 
 
 def settings_taken(spec: str, names: Iterable[str]) -> frozenset[str]:

@@ -6,12 +6,14 @@ Every other model is built by its user's factory (`factory.py`). The model itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from k3rewrite.errors import ConfigError
 from k3rewrite.report.table import human_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from k3rewrite.models.kimi_k3 import KimiK3Config
 
 NAME = "kimi-k3"
@@ -35,9 +37,15 @@ def configuration(config: str, layers: int | None) -> KimiK3Config:
     return made if layers is None else made.with_layers(layers)
 
 
-def check_memory(config: KimiK3Config, itemsize: int, ranks: int, memory: int) -> None:
+def check_memory(config: KimiK3Config, dtype: torch.dtype, group: Any, memory: int) -> None:
     """`ConfigError` if a rank's weights alone do not fit `memory` bytes: the system would end the process."""
-    needed = config.main_weight_bytes(itemsize) // ranks
+    from k3rewrite.models.kimi_k3 import KimiK3
+
+    try:
+        model = KimiK3(config, dtype=dtype, device="meta", group=group)
+    except RuntimeError as error:  # a tensor of more elements than 64 bits count
+        raise ConfigError(f"no such model: {error}", place="--config", remedy="correct its sizes") from None
+    needed = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     if needed > memory:
         raise ConfigError(
             f"the weights take {human_bytes(needed)}, and there are {human_bytes(memory)} of memory",

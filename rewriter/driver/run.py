@@ -19,7 +19,7 @@ from k3rewrite._torch_private import FakeTensorMode, convertible_fakes
 from k3rewrite.capture import dynamo, lower, run_captured
 from k3rewrite.driver import kimi_k3
 from k3rewrite.driver.compilation import Compilation, Progress, Rewritten
-from k3rewrite.driver.factory import build_from_factory, settings_taken
+from k3rewrite.driver.factory import build_from_factory, check_call, settings_taken
 from k3rewrite.driver.names import SHAPE_NAMES, own_values
 from k3rewrite.driver.ranks import rank_group
 from k3rewrite.driver.request import CompileRequest
@@ -82,7 +82,14 @@ def _compile(
         return lower(module, inputs, compiler)
 
     dynamo.reset()
-    run_captured(model, backend, args, kwargs, stop=Rewritten)
+    try:
+        run_captured(model, backend, args, kwargs, stop=Rewritten)
+    except K3RewriteError:
+        raise
+    except Exception:
+        if lowered and compilation.run:
+            check_call(model, args, kwargs)
+        raise
     if not lowered:
         raise ConfigError("the model computes nothing on tensors", place="MODEL", remedy="give a model that does")
     if compilation.run:
@@ -96,11 +103,11 @@ def _build(request: CompileRequest, config: Any, group: Any, device: str) -> Bui
             "dtype": request.torch_dtype, "device": device, "seed": request.seed,
         }  # fmt: skip
         with convertible_fakes():
-            return build_from_factory(request.model, settings, asked=request.given)
+            return build_from_factory(request.model, settings, asked=request.given, run=request.run)
     from k3rewrite.models.kimi_k3 import build_kimi_k3
 
     if request.run:
-        kimi_k3.check_memory(config, request.torch_dtype.itemsize, request.tp, _memory(device))
+        kimi_k3.check_memory(config, request.torch_dtype, group, _memory(device))
     return build_kimi_k3(
         config, phase=request.phase, batch=request.batch, tokens=request.tokens, context=request.context,
         dtype=request.torch_dtype, device=device, seed=request.seed, group=group,

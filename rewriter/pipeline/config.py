@@ -90,10 +90,13 @@ def _find(source: str | Path, folder: Path | None, *, place: str) -> Path:
     """A path as it is (or beside `folder`), else a shipped pipeline of that name."""
     shipped = shipped_pipelines()
     text = str(source)
-    path = Path(source).expanduser() if folder is None else folder / Path(source).expanduser()
-    is_file_name = isinstance(source, Path) or path.suffix in _SUFFIXES or "/" in text or "\\" in text
-    if is_file_name and path.exists():
-        return path
+    try:
+        path = Path(source).expanduser() if folder is None else folder / Path(source).expanduser()
+        is_file_name = isinstance(source, Path) or path.suffix in _SUFFIXES or "/" in text or "\\" in text
+        if is_file_name and path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a home of nobody, a zero byte
+        raise ConfigError(f"no path: {error}", place=place, remedy="correct the path") from None
     bare = Path(text).stem if Path(text).suffix in _SUFFIXES and Path(text).name == text else text
     if bare in shipped:
         return shipped[bare]

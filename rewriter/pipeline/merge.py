@@ -69,7 +69,8 @@ def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> bool:
     anchor = entry.settings.get("before") or entry.settings.get("after")
     if at is not None:
         known = order[at]
-        entry = Entry(entry.name, entry.place, {**known.settings, **entry.settings}, {**known.places, **entry.places})
+        inherited = {k: v for k, v in known.settings.items() if anchor is None or k not in ("before", "after")}
+        entry = Entry(entry.name, entry.place, {**inherited, **entry.settings}, {**known.places, **entry.places})
         if anchor is None:
             order[at] = entry
             return True

@@ -20,6 +20,9 @@ Finalise: TypeAlias = Literal["inductor", "eager"]
 DumpFormat: TypeAlias = Literal["txt", "svg"]
 
 
+MOST_RANKS = 1024
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Number of ranks: `tp` tensor parallel, `dcp` decode context parallel."""
@@ -29,8 +32,8 @@ class Parallel:
 
     def __post_init__(self) -> None:
         for name in ("tp", "dcp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+            if not 1 <= getattr(self, name) <= MOST_RANKS:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from 1 to {MOST_RANKS}")
 
 
 @dataclass(frozen=True)

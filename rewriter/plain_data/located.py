@@ -97,8 +97,10 @@ def read_yaml(path: Path, shown: str) -> Item:
         data = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError("no such file", place=shown, remedy="check the path") from None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", place=shown, remedy="check the path") from None
+    except (OSError, ValueError) as error:  # also a path with a zero byte, which is none
+        raise ConfigError(
+            f"cannot be read: {getattr(error, 'strerror', error)}", place=shown, remedy="check the path"
+        ) from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes", place=shown, remedy="give a pipeline file")
     try:

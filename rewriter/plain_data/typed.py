@@ -8,6 +8,7 @@ Used for the options of a pass (its dataclass fields) and for reading `report.js
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ def fit(value: Any, hint: Any, path: str = "") -> Any:
     elif hint is float:
         if isinstance(value, str) and value in _NON_FINITE:
             return _NON_FINITE[value]
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        fits = isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
+        if fits:
             return float(value)
     elif hint in (bool, int, str):
         if type(value) is hint:

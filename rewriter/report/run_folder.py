@@ -51,6 +51,10 @@ class RunFolder:
     def find(run: Path | str) -> RunFolder:
         """The folder of an existing run: given itself, by its report.json, or the latest of the runs in a folder."""
         path = Path(run)
+        try:
+            path.exists()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no path: {error}", place=str(run)[:80], remedy="give a run folder") from None
         if path.name == REPORT and path.is_file():
             path = path.parent
         if (path / REPORT).is_file():
@@ -73,7 +77,8 @@ class RunFolder:
     def reports(run: Path | str) -> list[RunReport]:
         """The reports of all runs in a folder, in their order, without those that cannot be read; of a run its own."""
         path = Path(run)
-        places = [RunFolder(place) for _, place in sorted(_runs(path))] if path.is_dir() else []
+        several = path.is_dir() and not (path / REPORT).is_file()
+        places = [RunFolder(place) for _, place in sorted(_runs(path))] if several else []
         found = []
         for folder in places or [RunFolder.find(path)]:
             try:

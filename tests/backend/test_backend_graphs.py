@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,10 +185,13 @@ def test_a_graph_break_gives_two_graphs_and_eagers_result(capfd: pytest.CaptureF
 
 
 def test_a_loop_over_the_experts_that_are_hit_says_where_help_is() -> None:
-    def function(x: Tensor) -> Tensor:
+    def experts(x: Tensor) -> Tensor:
         for expert in x.sum(-1).nonzero():
             x = x + expert
         return x
+
+    def function(x: Tensor) -> Tensor:
+        return experts(x) * 2
 
     run, backend = compiled(function, fullgraph=False)
     run(torch.ones(3, 16))
@@ -195,6 +199,26 @@ def test_a_loop_over_the_experts_that_are_hit_says_where_help_is() -> None:
     run, _ = compiled(function, fullgraph=True)
     with pytest.raises(Exception, match="nonzero"):
         run(torch.ones(3, 16))
+
+
+def test_a_break_is_told_in_words_at_the_users_line() -> None:
+    def branches(x: Tensor) -> Tensor:
+        x = x * 2
+        if x.sum() > 0:
+            x = x + 1
+        return x
+
+    def logs(x: Tensor) -> Tensor:
+        x = x * 2
+        logging.getLogger("nobody").warning("%s", x.shape)
+        return x + 1
+
+    for function, reason in ((branches, "a branch on the values of a tensor. "), (logs, "")):
+        run, backend = compiled(function, fullgraph=False)
+        run(torch.ones(3, 16))
+        notes = [note for report in backend.reports for note in report.notes if note.startswith(BROKEN_GRAPH)]
+        assert all(f"in {function.__name__}: {reason}" in note and "  " not in note for note in notes), notes
+        assert notes or function is logs
 
 
 def test_what_a_graph_returns_is_fresh_in_every_call() -> None:

@@ -48,6 +48,8 @@ def test_explain_lists_the_runs_of_a_folder(cli: CommandLine) -> None:
     ]
     assert "  Dynamo ended this graph at net.py:3 in forward: print. It is not rewritten" in lines
     assert "runs;" not in cli.run("explain", str(first.path)).stdout
+    RunFolder.create(first.path)  # a run in the folder of a run
+    assert "runs;" not in cli.run("explain", str(first.path)).stdout
 
 
 def test_explain_one_pass(cli: CommandLine) -> None:
@@ -62,6 +64,7 @@ def test_explain_one_pass(cli: CommandLine) -> None:
 def test_explain_bad_input(cli: CommandLine) -> None:
     assert "error: none: no such run\n  remedy: give a run folder" in cli.refused("explain", "none")
     assert "neither a run nor a folder of runs" in cli.refused("explain", ".")
+    assert "no path: " in cli.refused("explain", "x" * 5000)
     folder = RunFolder.create("runs")
     folder.write("report.json", '{"schema": "k3rewrite-report", "version": 9}')
     assert "report version 9 is not known; this k3rewrite reads version 1" in cli.refused("explain", "runs")

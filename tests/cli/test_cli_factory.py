@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from k3rewrite.driver.request import resolve_request
 from k3rewrite.driver.run import compile_model
 from k3rewrite.errors import ConfigError, ModelError
 from k3rewrite.passes import PASSES
+from k3rewrite.report.schema import RunReport
 from k3rewrite.targets import known_targets
 
 SOURCE = """
@@ -35,6 +37,13 @@ def swapped(): return (), Net(2, 2), {}
 def broken(): return inner(1)
 def inner(number): return number / 0
 def leaves(): raise SystemExit(0)
+def mismatched(): return torch.nn.Linear(2, 2).double(), (torch.ones(1, 2),), {}
+def on_meta(): return Net(2, 2).to("meta"), (torch.ones(1, 2, device="meta"),), {}
+def hooked():
+    net = Net(2, 2)
+    net.register_forward_hook(lambda module, args, out: out.tanh())
+    net.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+    return net, (torch.ones(1, 2),), {}
 constant = 3
 """
 
@@ -117,6 +126,34 @@ def test_errors_of_the_users_own_code_show_its_lines(models: str, spec: str, wha
     assert what in text and last in text and "importlib" not in text and "factory.py" not in text
     if spec != "user_untyped:x":  # it has no frame of its own
         assert (caught.value.place or "").startswith(str(Path(sys.path[0]) / spec.partition(":")[0]) + ".py:")
+
+
+def _compiled(name: str, out: Path, **settings: Any) -> RunReport:
+    request = resolve_request(
+        model=f"user_models:{name}", known_passes=PASSES, known_targets=known_targets(), target="cpu", out=out,
+        pipeline={"version": 1, "passes": ["canonicalise"], "finalise": "eager"}, **settings,
+    )  # fmt: skip
+    return compile_model(request)
+
+
+def test_a_model_that_cannot_be_called_is_no_fault_of_the_rewrite(models: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the model, as it is, raised RuntimeError") as caught:
+        _compiled("mismatched", tmp_path)
+    assert caught.value.exit_code == 2 and "dtype" in str(caught.value)
+
+
+def test_without_values_there_is_no_run(models: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="have no values: meta or fake tensors\n  remedy: add --no-run"):
+        _compiled("on_meta", tmp_path)
+    assert not list(tmp_path.glob("run-*"))
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_hooks_of_the_model_are_part_of_its_graph(models: str, tmp_path: Path, run: bool) -> None:
+    report = _compiled("hooked", tmp_path, run=run, verify="end-to-end" if run else "none")
+    captured = (tmp_path / "run-001" / "graphs" / "00-captured.txt").read_text()
+    assert all(f"aten.{op}.default" in captured for op in ("sin", "addmm", "tanh"))
+    assert report.error == "" and (report.end_to_end is not None and report.end_to_end.passed) is run
 
 
 def test_one_rank_needs_no_group() -> None:

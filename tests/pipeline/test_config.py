@@ -122,6 +122,13 @@ def test_inherited_pass_can_be_moved(tmp_path: Path) -> None:
     assert [p.name for p in config.passes] == ["a", "c", "b"] and config.passes[2].options == {"multiple": 2}
 
 
+def test_where_a_pass_stands_is_said_anew_by_a_child(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "version: 1\npasses: [a, b: {multiple: 2}, select, c]\n")
+    write(tmp_path, "mid.yaml", "version: 1\nextends: base.yaml\npasses:\n  - c: {after: a}\n")
+    child = write(tmp_path, "child.yaml", "version: 1\nextends: mid.yaml\npasses:\n  - c: {before: select}\n")
+    assert [p.name for p in load(child).passes] == ["a", "b", "c", "select"]
+
+
 def test_extends_finds_a_file_beside_it_before_a_shipped_one(tmp_path: Path) -> None:
     child = write(tmp_path, "child.yaml", "version: 1\nextends: base.yaml\n")
     assert len(load(child).passes) == len(SHIPPED_PASSES)

@@ -88,7 +88,7 @@ CASES = {
         "p.yaml:3: the pass 'lift_mlp': eps is negative",
     ),
     "needed option": ("version: 1\npasses:\n  - needs\n", "p.yaml:3: the pass 'needs' needs the option 'multiple'"),
-    "no ranks": ("version: 1\nparallel: {tp: 0}\n", "p.yaml:2: 'parallel': tp is 0; it must be 1 or more"),
+    "no ranks": ("version: 1\nparallel: {tp: 0}\n", "p.yaml:2: 'parallel': tp is 0; it must be from 1 to 1024"),
     "unknown key in a section": (
         "version: 1\nverify:\n  region: true\n",
         "p.yaml:3: unknown key 'region' in 'verify'\n  remedy: did you mean 'regions'?",
