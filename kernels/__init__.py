@@ -14,6 +14,7 @@ from k3rewrite.kernels import (
     attn_res_norm,
     experts,
     gated_rms_norm,
+    kda_decode,
     kda_step,
     l2_norm,
     mlp,
@@ -25,7 +26,19 @@ from k3rewrite.kernels.attn_res import kernel as attn_res_kernel
 from k3rewrite.ops.kernel import Kernel
 from k3rewrite.ops.vocabulary import Op
 
-_FOLDERS = (rms_norm, gated_rms_norm, l2_norm, mlp, route, experts, short_conv, kda_step, attn_res, attn_res_norm)
+_FOLDERS = (
+    rms_norm,
+    gated_rms_norm,
+    l2_norm,
+    mlp,
+    route,
+    experts,
+    short_conv,
+    kda_step,
+    kda_decode,
+    attn_res,
+    attn_res_norm,
+)
 
 OPS: Mapping[str, Op] = MappingProxyType({op.name: op.register() for folder in _FOLDERS for op in folder.OPS})
 KERNELS: tuple[Kernel, ...] = (*attn_res_norm.KERNELS, *attn_res_kernel.KERNELS, *experts.KERNELS)

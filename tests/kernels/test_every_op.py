@@ -56,6 +56,11 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
     beta, pools = step[0].sum(-1).sigmoid(), [torch.randn(n, 3, WIDTH, WIDTH) for n in (count, count + 3)]
     inputs, taps = make(count, WIDTH).to(BF16), torch.randn(WIDTH, 4)
     lines = [torch.randn(count + 2, 5, WIDTH).to(BF16), torch.randn(count, WIDTH, 4).to(BF16)]
+    decode = (
+        *(make(count, *size).to(BF16) for size in ((72,), (24,), (3,), (3, WIDTH))),
+        *(torch.randn(*size) for size in ((72, 4), (3,), (24,), (WIDTH,))),
+        torch.randn(count + 3, 3, 72).to(BF16), pools[1], slots - 1, True, 3, -5.0, 0.25, 1e-6, 1e-5, "sigmoid",
+    )  # fmt: skip
     normed = {"mix_dtype": BF16, "scale_dtype": FP32, **mixed}
     return {
         "rms_norm": [(x, w, EPS, *_norm()), (x.float(), None, EPS, FP32, FP32, FP32), (x, None, EPS, FP32, FP32, BF16)],
@@ -97,6 +102,7 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (*step, beta, pools[0], None, False, True),
             (*step, beta, pools[0].transpose(2, 3), None, False, False),
         ],
+        "kda_decode": [(*decode, dtype, BF16) for dtype in (FP32, BF16)],
         "attn_res": [(sources, w, square[:1], EPS, mixed)],
         "attn_res_norm": [(x, sources, w, square[:1], EPS, w, EPS, normed)],
         "add_attn_res_norm": [(x, other, sources, w, square[:1], EPS, w, EPS, normed)],

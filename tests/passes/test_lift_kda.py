@@ -20,24 +20,31 @@ from k3rewrite.capture import Captured, capture, lower
 from k3rewrite.checks.regions import region_check
 from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.models.kimi_k3 import KimiK3Config, build_kimi_k3
+from k3rewrite.passes.fuse_kda_decode import FuseKdaDecode, FuseKdaDecodePass
+from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNormPass
 from k3rewrite.passes.lift_kda_step import LiftKdaStep, LiftKdaStepPass
+from k3rewrite.passes.lift_l2_norm import LiftL2NormPass
+from k3rewrite.passes.lift_rms_norm import LiftRmsNormPass
 from k3rewrite.passes.lift_short_conv import LiftShortConvPass
 from k3rewrite.passes.lift_state_slots import LiftStateSlots, LiftStateSlotsPass
 from k3rewrite.patterns import CounterExample, Example, Rule
 
 aten = torch.ops.aten
-RULES = [rule for made in (LiftShortConvPass, LiftKdaStepPass, LiftStateSlotsPass) for rule in made().rules()]
+LIFTS = (LiftShortConvPass, LiftKdaStepPass, LiftStateSlotsPass)
+RULES = [rule for made in LIFTS for rule in made().rules()]
+ALL_RULES = [*RULES, *FuseKdaDecodePass().rules()]
+NORMS = [rule for made in (LiftRmsNormPass, LiftGatedRmsNormPass, LiftL2NormPass) for rule in made().rules()]
 
 
 @pytest.mark.parametrize(
-    ("rule", "example"), [pytest.param(r, e, id=f"{r.name}: {e.name}") for r in RULES for e in r.examples()]
+    ("rule", "example"), [pytest.param(r, e, id=f"{r.name}: {e.name}") for r in ALL_RULES for e in r.examples()]
 )
 def test_examples(rule: Rule, example: Example) -> None:
     check_example(rule, example)
 
 
 @pytest.mark.parametrize(
-    ("rule", "example"), [pytest.param(r, e, id=f"{r.name}: {e.name}") for r in RULES for e in r.counterexamples()]
+    ("rule", "example"), [pytest.param(r, e, id=f"{r.name}: {e.name}") for r in ALL_RULES for e in r.counterexamples()]
 )
 def test_counterexamples(rule: Rule, example: CounterExample) -> None:
     check_counterexample(rule, example)
@@ -100,12 +107,61 @@ def test_the_rewritten_step_leaves_the_same_state(batch: int) -> None:
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 
+def fused(module: GraphModule, roundings: Any, *, verify: bool = True) -> int:
+    """KDA layers that became one op, after the lifts and the norms."""
+    check = region_check() if verify else None
+    with torch.no_grad():
+        for rule in [*NORMS, *RULES]:
+            rewritten(rule, module)
+            eliminate_dead_code(module.graph)
+        report = rewritten(FuseKdaDecode(roundings), module, verify=check, allow=roundings == "fewest")
+        assert not report.missed and not report.refused, (reasons(report), report.refused)
+        eliminate_dead_code(module.graph)
+    return report.matched
+
+
+@pytest.mark.parametrize("roundings", ["fewest", "model"])
+@pytest.mark.parametrize("spare", [0, 3], ids=["", "columns of a verify window"])
+def test_every_layer_of_kimi_k3_becomes_one_op(roundings: str, spare: int) -> None:
+    config = KimiK3Config.tiny().with_layers(4)
+    model, (inputs, state), _ = build_kimi_k3(config, phase="decode", batch=3)
+    state = state._replace(conv=tuple(torch.nn.functional.pad(line, (0, 0, 0, spare)) for line in state.conv))
+    module = capture(model, (inputs, state)).module
+    assert fused(module, roundings) == config.counts()["n_kda_layers"]
+    assert not ops(module, "kda_step") and not ops(module, "short_conv") and not ops(module, "l2_norm")
+    inner = torch.float32 if roundings == "fewest" else torch.bfloat16
+    assert {(call[11], call[13], call[18]) for call in ops(module, "kda_decode")} == {(True, -5.0, inner)}
+
+
+def test_a_fused_step_with_a_null_row_that_holds_anything() -> None:
+    """What a padding row holds goes nowhere: zeros come out, and states stay as they are, bit for bit."""
+    config = KimiK3Config.tiny().with_layers(2)
+    model, args, _ = build_kimi_k3(config, phase="decode", batch=4, dtype=torch.float32, padding_rows=2)
+    args[1].recurrent[0][0] = args[1].conv[0][0] = torch.nan
+    expected = copy.deepcopy(args)
+    with torch.no_grad():
+        outputs = model(*expected)
+
+    def compiler(captured: Captured) -> Callable[..., Any]:
+        assert fused(captured.module, "model", verify=False) == 2
+        return captured.module
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=lambda graph, values: lower(graph, values, compiler), fullgraph=True)
+        got = compiled(*args)
+    assert bool(got.isfinite().all())
+    torch.testing.assert_close(got, outputs, rtol=1e-5, atol=1e-6)
+    for mine, its in zip(args[1].tensors(), expected[1].tensors(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_the_full_width_on_fake_tensors() -> None:
     config = KimiK3Config().with_layers(4)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, args, kwargs = build_kimi_k3(config, phase="decode", batch=4)
         captured = capture(model, args, kwargs)
-        assert lifted(captured.module, verify=False)["state_slots"] == 2 * config.counts()["n_kda_layers"]
+        assert fused(captured.module, "fewest", verify=False) == config.counts()["n_kda_layers"]
 
 
 def test_the_tokens_of_a_verify_window_follow_each_other() -> None:
