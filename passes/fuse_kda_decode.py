@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
@@ -164,19 +166,13 @@ class FuseKdaDecode(Rule):
         return (Example("Kimi K3", _layer, _inputs),)
 
     def counterexamples(self) -> Sequence[CounterExample]:
-        def softplus(*arguments: Tensor) -> tuple[Tensor, ...]:
-            return _layer(*arguments, decay=lambda rate, f: -rate * torch.nn.functional.softplus(f))
-
-        def other_order(*arguments: Tensor) -> tuple[Tensor, ...]:
-            return _layer(*arguments, order=(2, 1, 0))
-
-        def query_left(*arguments: Tensor) -> tuple[Tensor, ...]:
-            return _layer(*arguments, q_eps=1e-5)
+        def softplus(rate: Tensor, moved: Tensor) -> Tensor:
+            return -rate * F.softplus(moved)
 
         return (
-            CounterExample("a decay without bound", softplus, _inputs, "expected"),
-            CounterExample("v before k before q", other_order, _inputs, "expected"),
-            CounterExample("another epsilon for q", query_left, _inputs, "normalised differently"),
+            CounterExample("a decay without bound", partial(_layer, decay=softplus), _inputs, "expected"),
+            CounterExample("v before k before q", partial(_layer, order=(2, 1, 0)), _inputs, "expected"),
+            CounterExample("another epsilon for q", partial(_layer, q_eps=1e-5), _inputs, "normalised differently"),
         )
 
 

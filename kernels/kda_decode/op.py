@@ -48,6 +48,8 @@ def kda_decode(
     out = gated_rms_norm(
         o.to(inner_dtype), norm_weight, gate, norm_eps, activation, wide, wide, wide, wide, wide, out_dtype
     )
+    if null_slot and slots is not None:  # also where the gate is no number
+        out = out.masked_fill((slots <= 0).view(-1, 1, 1), 0)
     return out, conv_state, state
 
 
