@@ -41,4 +41,9 @@ _FOLDERS = (
 )
 
 OPS: Mapping[str, Op] = MappingProxyType({op.name: op.register() for folder in _FOLDERS for op in folder.OPS})
-KERNELS: tuple[Kernel, ...] = (*attn_res_norm.KERNELS, *attn_res_kernel.KERNELS, *experts.KERNELS)
+KERNELS: tuple[Kernel, ...] = (
+    *attn_res_norm.KERNELS,
+    *attn_res_kernel.KERNELS,
+    *experts.KERNELS,
+    *kda_decode.KERNELS,
+)

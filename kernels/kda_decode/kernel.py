@@ -1,0 +1,96 @@
+"""The kernel of `k3::kda_decode` as `select` and the emitter see it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.graph.shapes import same_size, same_sizes
+from k3rewrite.kernels.kda_decode.launch import NAMES, NUM_WARPS, POINTERS, STRIDES, constants, kda_decode
+from k3rewrite.kernels.kda_decode.op import OP
+from k3rewrite.ops.kernel import Kernel, TritonUnit
+from k3rewrite.targets import Target
+
+SIZES = (16, 32, 64, 128)
+"""channels of a head: its state, the square of them, is held in registers"""
+FLOOR_US = 4.0
+"""what a launch costs however little it moves; not measured"""
+_WIDE = ("conv_weight", "a_log", "dt_bias", "norm_weight", "state")
+_FOLDER = Path(__file__).parent
+
+
+def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
+    """None, or why the Triton kernel does not take the call."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not target.is_gpu:
+        return f"target {target.name} runs the reference"
+    for name in POINTERS:
+        tensor = arguments[name]
+        if tensor is None or name == "slots":
+            continue
+        if tensor.dtype not in ((torch.float32,) if name in _WIDE else (torch.float32, torch.bfloat16, torch.float16)):
+            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+        if not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
+            return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
+    for name in ("inner_dtype", "out_dtype"):
+        if arguments[name] not in NAMES:
+            return f"{name} is {str(arguments[name]).removeprefix('torch.')}"
+    return _shape_objection(arguments)
+
+
+def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
+    state, weight, slots = arguments["state"], arguments["conv_weight"], arguments["slots"]
+    heads, values, size = state.shape[1:]
+    if not all(isinstance(n, int) for n in (heads, values, size, *weight.shape)):
+        return "heads or their sizes are symbolic"
+    if size not in SIZES or values != size:
+        return f"heads of {values} values and {size} keys; as many of both are taken, of {', '.join(map(str, SIZES))}"
+    if not same_size(state.stride(2), size) or not same_sizes(weight.stride(), (weight.shape[1], 1)):
+        return "the state of a head, or the taps, do not lie in one piece"
+    if slots is not None and (slots.dtype not in (torch.int32, torch.int64) or not same_size(slots.stride(0), 1)):
+        return "slots are not contiguous int32 or int64"
+    return None
+
+
+def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
+    from k3rewrite.kernels.kda_decode import triton as kernels
+
+    def pointer(value: Tensor) -> str:
+        return "*" + {torch.int32: "i32", torch.int64: "i64"}.get(value.dtype, NAMES.get(value.dtype, ""))
+
+    signature: dict[str, str] = {}
+    fixed = constants(dict(arguments))
+    for name in POINTERS:
+        if arguments[name] is None:
+            fixed[name] = None
+        else:
+            signature[name] = pointer(arguments[name])
+    signature["out"] = "*" + NAMES[arguments["out_dtype"]]
+    aligned = frozenset(signature) | {"conv_slot", "conv_column", "state_slot", "state_head"}
+    signature |= dict.fromkeys(STRIDES, "i32") | dict.fromkeys(("bound", "q_scale", "l2_eps", "norm_eps"), "fp32")
+    signature |= dict.fromkeys(fixed, "constexpr")
+    return [TritonUnit(kernels.kda_decode_head, signature, fixed, aligned=aligned, num_warps=NUM_WARPS, num_stages=1)]
+
+
+def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
+    return FLOOR_US + OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+
+
+KERNELS = (
+    Kernel(
+        name="kda_decode.triton",
+        op="kda_decode",
+        language="triton",
+        accepts=accepts,
+        launch=kda_decode,
+        units=_units,
+        cost_us=_cost_us,
+        sources=(*(_FOLDER / name for name in ("triton.py", "launch.py")), _FOLDER.parent / "triton_math.py"),
+    ),
+)

@@ -1,0 +1,39 @@
+"""The kernel of k3::kda_decode on a GPU against fp64: heads, slots, null rows, strided views, replay of a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kda_decode_cases import errors, make_call
+
+from k3rewrite.kernels.kda_decode.launch import kda_decode
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.mark.parametrize("heads", [12, 24, 96])
+@pytest.mark.parametrize("rows", [1, 7, 128])
+@pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16])
+def test_shapes(heads: int, rows: int, inner: torch.dtype) -> None:
+    slots = [0 if i % 5 == 4 else i + 1 for i in range(rows)][::-1]
+    call = make_call(slots, heads, 128, inner=inner, spare=3, device="cuda")
+    found = errors(kda_decode(**call), call)
+    assert found["out"] <= (4e-3 if inner is torch.float32 else 1e-2) and found["state"] <= 1e-2
+    assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
+
+
+def test_a_graph_with_changed_slots() -> None:
+    """Captured once; each replay reads the slots, and writes the states, of that step."""
+    call = make_call([3, 0, 5, 1], 12, 128, device="cuda")
+    held = {name: call[name].clone() for name in ("conv_state", "state")}
+    eager = {name: value.clone() for name, value in held.items()}
+    kda_decode(**call | {name: value.clone() for name, value in held.items()}, in_place=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kda_decode(**call | held, in_place=True)
+    for slots in ([3, 0, 5, 1], [5, 1, 0, 3], [2, 4, 1, 0]):
+        call["slots"].copy_(torch.tensor(slots))
+        graph.replay()
+        expected = kda_decode(**call | eager, in_place=True)
+        assert torch.equal(out, expected)
+        assert all(torch.equal(held[n].nan_to_num(7.0), eager[n].nan_to_num(7.0)) for n in held)
