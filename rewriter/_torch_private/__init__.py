@@ -51,6 +51,7 @@ from k3rewrite._torch_private.inductor import (
 from k3rewrite._torch_private.tracing import (
     aot_module_simplified,
     is_synthetic_base,
+    leaves,
     make_boxed,
     mark_static_address,
     no_modes,
@@ -80,6 +81,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_error",
     "is_synthetic_base",
+    "leaves",
     "make_boxed",
     "mark_static_address",
     "names_used",

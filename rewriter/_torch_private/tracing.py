@@ -19,6 +19,13 @@ def no_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def leaves(structure: Any) -> list[Any]:
+    """What nested lists, tuples, mappings and registered containers hold in the end. (2.1+)"""
+    from torch.utils._pytree import tree_leaves
+
+    return list(tree_leaves(structure))
+
+
 def trace(
     function: Callable[..., Any],
     arguments: Sequence[Any],

@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from k3rewrite._torch_private import FakeTensor
+from k3rewrite._torch_private import FakeTensor, leaves
 from k3rewrite.errors import ConfigError, K3RewriteError, ModelError, did_you_mean
 
 
@@ -103,7 +102,7 @@ def check_call(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def _check_values(module: torch.nn.Module, args: Any, kwargs: Any, place: str) -> None:
-    tensors = [*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))]
+    tensors = [*module.parameters(), *module.buffers(), *leaves((args, kwargs))]
     if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
         raise ConfigError(
             "the model or its inputs have no values: meta or fake tensors", place=place, remedy="add --no-run"
