@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -134,11 +135,13 @@ def _of_users_code(what: str, error: BaseException) -> ModelError:
     """With the frames of the user's own code: those above are ours and Python's import."""
     ours = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours]
+    inside = os.path.dirname(torch.__file__) + os.sep
+    own = [f for f in frames if not f.filename.startswith(inside)] or frames
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
     trace = "".join(lines).rstrip().replace("\n", "\n  ")
     return ModelError(
         f"{what} raised {type(error).__name__}\n  {trace}",
-        place=f"{frames[0].filename}:{frames[0].lineno}" if frames else None,
+        place=f"{own[-1].filename}:{own[-1].lineno}" if own else None,
         remedy="mend the model's own code; without a run (--no-run) it is built of tensors without values",
     )
 

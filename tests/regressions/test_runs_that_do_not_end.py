@@ -98,9 +98,10 @@ def test_an_interruption_while_a_pass_runs(
 
 
 def test_an_error_of_the_model_while_it_runs(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="too small"):
+    with pytest.raises(ModelError, match="the model, as it is, raised RuntimeError") as caught:
         _compile("late", tmp_path / "runs")
-    assert _report(tmp_path / "runs")["error"] == UNFINISHED
+    assert (caught.value.place or "").partition(":")[0].endswith("regression_runs.py")
+    assert "too small" in str(caught.value) and _report(tmp_path / "runs")["error"] == str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "error"), [("broken", ModelError), ("nowhere", ConfigError)])
