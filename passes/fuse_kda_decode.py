@@ -24,7 +24,7 @@ from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the ops that the pattern names
 from k3rewrite.graph.shapes import same_size, same_sizes
-from k3rewrite.ops.vocabulary import size_hint
+from k3rewrite.passes.lift_state_slots import drawn_slots
 from k3rewrite.patterns import (
     Anything,
     Builder,
@@ -45,6 +45,7 @@ from k3rewrite.pipeline.pass_base import RulePass
 
 aten, k3 = torch.ops.aten, torch.ops.k3
 Roundings = Literal["fewest", "model"]
+_CONV_DTYPES, _NORM_DTYPES = ("conv_compute", "conv_sum"), tuple(f"norm{i}" for i in range(5))
 
 _CONV = call(
     k3.short_conv.default, Var("qkv"), Var("conv_weight"), Var("conv_state"), Anything("slots"), Anything("null_slot"),
@@ -85,7 +86,7 @@ class FuseKdaDecode(Rule):
     anchors = frozenset({k3.kda_step.default})
     pattern = call(
         k3.gated_rms_norm.default, Cast(Item(_STEP, 0), "step_out"), Var("norm_weight"), Var("gate"),
-        Number("norm_eps"), Anything("activation"), *(Anything(f"norm{i}") for i in range(5)), Anything("out_dtype"),
+        Number("norm_eps"), Anything("activation"), *map(Anything, _NORM_DTYPES), Anything("out_dtype"),
         name="normed",
     )  # fmt: skip
     reach = 4
@@ -105,18 +106,8 @@ class FuseKdaDecode(Rule):
     def check(self, match: Match) -> Refusal | None:
         state, wide = match.value("state"), match.value("state").dtype
         rows, heads, size = match.value("gate").shape[0], state.shape[1], state.shape[3]
-        names = (
-            "conv_compute",
-            "conv_sum",
-            "q_compute",
-            "q_out",
-            "k_compute",
-            "k_out",
-            "v_dtype",
-            "f_dtype",
-            "b_dtype",
-        )
-        for name in (*names, "norm0", "norm1", "norm2", "norm3", "norm4"):
+        names = (*_CONV_DTYPES, "q_compute", "q_out", "k_compute", "k_out", "v_dtype", "f_dtype", "b_dtype")
+        for name in (*names, *_NORM_DTYPES):
             if match[name] != wide:
                 return Refusal(f"{name} is {match[name]}, and the state {wide}", match["anchor"])
         if match["step_out"] != match["conv_out"]:
@@ -129,24 +120,18 @@ class FuseKdaDecode(Rule):
             return Refusal("what is convolved is not q, k and v of each head, one after the other", match["parts"])
         if not same_size(state.shape[2], size) or not same_sizes(match.value("gate").shape, (rows, heads, size)):
             return Refusal("values and gates are not as wide as keys", match["gate"])
-        if not same_sizes(match.value("rate").shape, (heads, 1)) or match.value("decay").dim() != 3:
+        if not same_sizes(match.value("rate").shape, (heads, 1)):
             return Refusal("the rates of the decay are not one for each head", match["rate"])
-        if not same_sizes(match.value("dt_bias").shape, (match.value("f").shape[1],)):
+        if not same_sizes(match.value("decay").shape, (rows, heads, size)) or match.value("f").dim() != 2:
+            return Refusal("the decay is not one for each channel of each head", match["decay"])
+        if match.value("dt_bias").dim() != 1 or not same_size(match.value("dt_bias").shape[0], heads * size):
             return Refusal("the bias of the decay is not one for each channel", match["dt_bias"])
         return None
 
     def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
-        """Slots of which no two rows have the same, but for those of nobody."""
         if not isinstance(match["slots"], Node):
             return {}
-        slots, pool = match.value("slots"), size_hint(match.value("state").shape[0])
-        rows, lowest = size_hint(slots.shape[0]), int(match["null_slot"])
-        free = torch.randperm(max(rows + lowest, pool), generator=torch.Generator().manual_seed(seed))
-        free = free[free >= lowest][:rows]
-        if match["null_slot"]:
-            free = torch.where(free < pool, free, 0)
-            free[:: seed + 2] = -seed
-        return {match["slots"]: free.to(slots.dtype).to(slots.device)}
+        return {match["slots"]: drawn_slots(match.value("slots"), match.value("state"), match["null_slot"], seed)}
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         heads = match.value("state").shape[1]
@@ -169,7 +154,12 @@ class FuseKdaDecode(Rule):
         def softplus(rate: Tensor, moved: Tensor) -> Tensor:
             return -rate * F.softplus(moved)
 
+        def per_head(qkv: Tensor, f: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+            changed = (qkv, f[:, :2].contiguous(), *rest[:4], rest[4][:2].contiguous(), *rest[5:])
+            return partial(_layer, channels=1)(*changed)
+
         return (
+            CounterExample("a decay of each head", per_head, _inputs, "not one for each channel of each head"),
             CounterExample("a decay without bound", partial(_layer, decay=softplus), _inputs, "expected"),
             CounterExample("v before k before q", partial(_layer, order=(2, 1, 0)), _inputs, "expected"),
             CounterExample("another epsilon for q", partial(_layer, q_eps=1e-5), _inputs, "normalised differently"),
@@ -179,13 +169,13 @@ class FuseKdaDecode(Rule):
 def _layer(
     qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor,
     line: Tensor, state: Tensor, slots: Tensor, decay: Any = None, order: tuple[int, ...] = (0, 1, 2),
-    q_eps: float = 1e-6,
+    q_eps: float = 1e-6, channels: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide, narrow, heads, size = torch.float32, qkv.dtype, state.shape[1], state.shape[3]
     y, line = k3.short_conv(qkv, weight, line, slots, True, 3, True, True, wide, wide, narrow)
     parts = y.view(-1, 3, heads, size).unbind(-3)
     q, k, v = (parts[i] for i in order)
-    moved = (f.to(wide) + dt_bias).view(-1, heads, size)
+    moved = (f.to(wide) + dt_bias).view(-1, heads, channels or size)
     rate = torch.exp(a_log[:heads]).unsqueeze(1)
     g = torch.sigmoid(rate * moved) * -5.0 if decay is None else decay(rate, moved)
     unit_q, unit_k = k3.l2_norm(q, q_eps, True, wide, wide) * 0.5, k3.l2_norm(k, 1e-6, True, wide, wide)

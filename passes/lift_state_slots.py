@@ -9,6 +9,7 @@
     o, new = k3::short_conv(..., rows, None, False, ...)
     pool = pool.index_put((at,), torch.where(dead[:, None, None], pool[0], new))
 
+Slots that are an index as they are must be known to be none below zero, as with ids of experts (moe/ranges.py).
 Slot 0 is taken for nobody's only where the graph shows it: rows of it read zeros and write back what was there, and
 the output of `kda_step` is masked for them, `o.masked_fill(dead, 0)`. In a pool without that rule it is a slot as any
 other. Two rows that share a slot mean nothing in either spelling.
@@ -32,6 +33,7 @@ from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.layout import keeps_order
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.ops.vocabulary import size_hint
+from k3rewrite.passes.moe.ranges import Ranges
 from k3rewrite.patterns import Anything, Builder, CounterExample, Example, Match, Policy, Rule
 from k3rewrite.patterns.bindings import Attempt
 from k3rewrite.pipeline.pass_base import RulePass
@@ -71,15 +73,7 @@ class LiftStateSlots(Rule):
             return iter([]), attempt
 
     def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
-        """Slots of which no two rows have the same, but for those of nobody."""
-        slots, pool = match.value("slots"), match.value("pool")
-        rows, lowest = size_hint(slots.shape[0]), int(match["null_slot"])
-        generator = torch.Generator().manual_seed(seed)
-        free = torch.randperm(max(rows, size_hint(pool.shape[0]) - lowest), generator=generator)[:rows] + lowest
-        if match["null_slot"]:
-            free = torch.where(free < size_hint(pool.shape[0]), free, 0)
-            free[:: seed + 2] = -seed
-        return {match["slots"]: free.to(slots.dtype).to(slots.device)}
+        return {match["slots"]: drawn_slots(match.value("slots"), match.value("pool"), match["null_slot"], seed)}
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         arguments = bound_arguments(match["step"]) | {
@@ -113,6 +107,9 @@ class LiftStateSlots(Rule):
             out, new = _kda(q, k, v, pool[at].masked_fill(dead.view(-1, 1, 1, 1), 0))
             return out, pool.index_put((at,), new)
 
+        def moved(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+            return _plain(q, k, v, pool, slots - 2)
+
         def unmasked(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
             dead = slots <= 0
             at, rows = slots.masked_fill(dead, 0), dead.view(-1, 1, 1, 1)
@@ -130,9 +127,22 @@ class LiftStateSlots(Rule):
             CounterExample("added to what is there", added, _inputs, "added to what is there"),
             CounterExample("null rows overwrite slot 0", dropped, _inputs, "null rows are read as zeros and written"),
             CounterExample("null rows give what they hold", unmasked, _inputs, "null rows do not give zeros"),
+            CounterExample("slots below zero", moved, _inputs, "slots may be below zero"),
             CounterExample("another null slot", below_zero, _inputs, "slots at or below zero"),
             CounterExample("no pool", lambda q, k, v, pool, slots: _kda(q, k, v, pool[1:4]), _inputs, "not gathered"),
         )
+
+
+def drawn_slots(slots: Tensor, pool: Tensor, null_slot: bool, seed: int) -> Tensor:
+    """Slots like these for a check by execution: no two rows have the same, but for those of nobody, which are some,
+    and all rows that a pool is too small for."""
+    rows, count, lowest = size_hint(slots.shape[0]), size_hint(pool.shape[0]), int(null_slot)
+    free = torch.randperm(count - lowest, generator=torch.Generator().manual_seed(seed)) + lowest
+    drawn = torch.zeros(rows, dtype=torch.int64)
+    drawn[: len(free)] = free[:rows]
+    if null_slot:
+        drawn[:: seed + 2] = -seed
+    return drawn.to(slots.dtype).to(slots.device)
 
 
 def _read(step: Node) -> Match:
@@ -146,6 +156,8 @@ def _read(step: Node) -> Match:
     put, value, views = _put(step, pool, at)
     inside = {step, gather, *masks, *views, put}
     bindings: dict[str, Any] = {"step": step, "pool": pool, "slots": at, "null_slot": False}
+    if not masks and Ranges().of_ids(at).low < 0:
+        raise _Unlike("slots may be below zero: as an index such a number counts from the last one", at)
     if masks or value.target is aten.where.self:
         bindings |= {"slots": _raw_slots(at, rows, value, pool), "null_slot": True}
         inside |= {value, *(n for n in value.args if isinstance(n, Node) and n.target is aten.select.int)}

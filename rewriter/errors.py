@@ -29,7 +29,7 @@ class ConfigError(K3RewriteError):
 
 
 class ModelError(K3RewriteError):
-    """Code of the user's own that raises while it makes the model; the message holds its traceback."""
+    """Code of the user's own that raises while it makes the model, or is called; the message holds its traceback."""
 
 
 class CaptureError(K3RewriteError):

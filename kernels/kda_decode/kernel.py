@@ -72,7 +72,8 @@ def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]
         else:
             signature[name] = pointer(arguments[name])
     signature["out"] = "*" + NAMES[arguments["out_dtype"]]
-    aligned = frozenset(signature) | {"conv_slot", "conv_column", "state_slot", "state_head"}
+    views = {"qkv", "f", "b", "gate"}  # of one projection, at any offset
+    aligned = (frozenset(signature) - views) | {"conv_slot", "conv_column", "state_slot", "state_head"}
     signature |= dict.fromkeys(STRIDES, "i32") | dict.fromkeys(("bound", "q_scale", "l2_eps", "norm_eps"), "fp32")
     signature |= dict.fromkeys(fixed, "constexpr")
     return [TritonUnit(kernels.kda_decode_head, signature, fixed, aligned=aligned, num_warps=NUM_WARPS, num_stages=1)]

@@ -53,14 +53,15 @@ def _quotient(of: Of, arguments: Arguments, node: Node, ranges: Callable[[Any], 
 
 
 def _remainder(of: Of, arguments: Arguments, node: Node, ranges: Callable[[Any], Range]) -> Range:
-    """Has the sign of what is divided by. By zero it is an error, or NaN."""
+    """Has the sign of what is divided by. By zero a GPU gives any integer."""
     other = of("other")
-    return Range(0, max(other.high - _integral(node), 0)) if other.low >= 0 else ANY
+    return Range(0, max(other.high - _integral(node), 0)) if other.low > 0 else ANY
 
 
 def _truncated_remainder(of: Of, arguments: Arguments, node: Node, ranges: Callable[[Any], Range]) -> Range:
-    """Has the sign of what is divided."""
-    return Range(0, of("self").high) if of("self").low >= 0 else ANY
+    """Has the sign of what is divided. By zero as above."""
+    other = of("other")
+    return Range(0, of("self").high) if of("self").low >= 0 and (other.low > 0 or other.high < 0) else ANY
 
 
 def _absolute(of: Of, arguments: Arguments, node: Node, ranges: Callable[[Any], Range]) -> Range:

@@ -36,7 +36,6 @@ from k3rewrite.patterns import OPERATORS
 
 Arguments = Mapping[str, Any]
 
-
 _SAME = frozenset({
     "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "slice",
     "select", "alias", "detach", "clone", "contiguous", "flip", "roll", "repeat", "repeat_interleave", "split",
@@ -173,8 +172,8 @@ def _of_input(node: Node, value: Any) -> Range:
     if not is_integral(value):
         return ANY
     if node.op == "get_attr":  # a tensor that the model makes of numbers
-        held = getattr(node.graph.owning_module, str(node.target), None)
-        known = integer_range(held) if isinstance(held, torch.Tensor) else None
+        number = getattr(node.graph.owning_module, str(node.target), None)
+        known = integer_range(number) if isinstance(number, torch.Tensor) else None
     else:
         known = range_of(node)
     return of_dtype(value) if known is None else Range(*known)

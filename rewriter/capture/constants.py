@@ -51,8 +51,10 @@ def note_constants(graph: Graph, inputs: Sequence[Any], static: Sequence[int]) -
 
 
 def integer_range(value: torch.Tensor) -> tuple[int, int] | None:
-    """(smallest, largest) of a tensor of integers that has values; None of others."""
-    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype in (torch.bool, torch.uint64):
+    """(smallest, largest) of a tensor of integers that has values; None of others, and of bytes, which say little."""
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return None
+    if value.dtype in (torch.bool, torch.uint8, torch.uint64):
         return None
     if isinstance(value, private.FakeTensor) or value.is_meta or not value.numel():
         return None

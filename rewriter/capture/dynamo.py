@@ -19,10 +19,10 @@ from torch._dynamo.exc import TorchDynamoException
 
 from k3rewrite import _torch_private as private
 from k3rewrite.errors import CaptureError
-from k3rewrite.graph.provenance import UNKNOWN_SOURCE, trace_source_line
+from k3rewrite.graph.provenance import UNKNOWN_SOURCE, is_torchs, trace_source_line
 from k3rewrite.report.schema import BROKEN_GRAPH
 
-_STDLIB, _TORCH = sysconfig.get_paths()["stdlib"] + os.sep, str(Path(torch.__file__).parent) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 DYNAMO_ERRORS: tuple[type[Exception], ...] = (TorchDynamoException,)
 
 
@@ -75,7 +75,7 @@ def broken_graph(module: torch.fx.GraphModule) -> str | None:
 
 
 def _is_no_users(file: str) -> bool:
-    return file.startswith(_TORCH) or (file.startswith(_STDLIB) and "site-packages" not in file)
+    return is_torchs(file) or (file.startswith(_STDLIB) and "site-packages" not in file)
 
 
 def _hint(text: str, stack: Sequence[Any] = ()) -> str:

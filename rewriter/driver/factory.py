@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import torch
 
 from k3rewrite._torch_private import FakeTensor, leaves
 from k3rewrite.errors import ConfigError, K3RewriteError, ModelError, did_you_mean
+from k3rewrite.graph.provenance import is_torchs
 
 
 def load_factory(spec: str) -> Callable[..., Any]:
@@ -135,8 +135,7 @@ def _of_users_code(what: str, error: BaseException) -> ModelError:
     """With the frames of the user's own code: those above are ours and Python's import."""
     ours = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours]
-    inside = os.path.dirname(torch.__file__) + os.sep
-    own = [f for f in frames if not f.filename.startswith(inside)] or frames
+    own = [f for f in frames if not is_torchs(f.filename)] or frames
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
     trace = "".join(lines).rstrip().replace("\n", "\n  ")
     return ModelError(

@@ -22,7 +22,7 @@ from k3rewrite.driver.names import names_of_command
 from k3rewrite.errors import ConfigError, did_you_mean
 from k3rewrite.pipeline.config import load_pipeline
 from k3rewrite.pipeline.layer import is_known_target
-from k3rewrite.pipeline.settings import AUTO_TARGET, PipelineConfig
+from k3rewrite.pipeline.settings import AUTO_TARGET, MOST_RANKS, PipelineConfig
 
 Phase: TypeAlias = Literal["decode", "verify", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -167,7 +167,7 @@ def resolve_request(
             f"unknown target '{target}'", place="--target", remedy=did_you_mean(target, (*targets, AUTO_TARGET))
         )
     if tp is not None:
-        _whole("--tp", tp, 1, 1024)
+        _whole("--tp", tp, 1, MOST_RANKS)
 
     chosen = pipeline if pipeline is not None else (f"kimi-k3-{phase}" if own_model else "default")
     loaded = load_pipeline(

@@ -37,9 +37,14 @@ def trace_source_line(trace: str) -> str:
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return UNKNOWN_SOURCE
-    user = [f for f in frames if not f["file"].startswith(_TORCH)]
+    user = [f for f in frames if not is_torchs(f["file"])]
     frame = (user or frames)[-1]
     return f"{_short_path(frame['file'])}:{frame['line']} in {frame['function']}"
+
+
+def is_torchs(file: str) -> bool:
+    """True for a file of torch itself: no place of the user's."""
+    return file.startswith(_TORCH)
 
 
 def _short_path(path: str) -> str:

@@ -180,6 +180,14 @@ def test_what_may_be_below_zero(name: str) -> None:
     assert found.low < 0 and found.low <= values.min() and values.max() <= found.high
 
 
+@pytest.mark.parametrize("function", [torch.remainder, torch.fmod, lambda a, b: torch.div(a, b, rounding_mode="floor")])
+def test_what_may_be_divided_by_zero(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """An error on a CPU, any integer on a GPU: traced, not computed."""
+    by_itself = traced(lambda v: function(ids := v.topk(2).indices, ids), (torch.randn(5, 9),))
+    by_more = traced(lambda v: function(ids := v.topk(2).indices, ids + 1), (torch.randn(5, 9),))
+    assert Ranges().of(_output(by_itself)).low < 0 <= Ranges().of(_output(by_more)).low
+
+
 LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "times a mask": lambda ids: (ids - 4) * (ids >= 4),
     "others set to zero": lambda ids: torch.ops.aten.index_put(here := ids - 4, (here < 0,), torch.tensor(0)),
