@@ -10,7 +10,7 @@ from dataclasses import replace
 from _experts_inputs import Inputs
 from _experts_variants import FEW, Call, hip, mxfp4, scheduled
 
-from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, hip_mxfp4_shared
+from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4_bulk, hip_mxfp4_registers, hip_mxfp4_shared
 from k3rewrite.kernels.experts.schedule import Schedule, Tiles
 
 ROUTE_TILES = [
@@ -43,23 +43,23 @@ HIP_LAYOUTS = [
         [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2)], (2, 4, 8), [(False, False), (False, True), (True, True)]
     )
 ]  # fmt: skip
-_MXFP4 = hip_mxfp4.Layout()
+_REGISTERS, _BULK = hip_mxfp4_registers.Layout(), hip_mxfp4_bulk.Layout()
 MXFP4_LAYOUTS = [
     *(
-        replace(_MXFP4, gate_up_waves=waves, occupancy=occupancy)
-        for waves, occupancy in [(8, 6), (8, 4), (8, 8), (4, 6), (4, 5), (16, 4)]
+        replace(_REGISTERS, gate_up_waves=waves, occupancy=occupancy)
+        for waves, occupancy in [(8, 4), (8, 6), (4, 4), (16, 4)]
     ),
     *(
-        replace(_MXFP4, down_waves=waves, group=group, tiles=tiles)
-        for waves, group, tiles in [(8, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (2, 2, 1), (8, 1, 2), (16, 1, 1)]
+        replace(_REGISTERS, down_waves=waves, group=group, tiles=tiles)
+        for waves, group, tiles in [(8, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (2, 2, 1), (16, 1, 1)]
     ),
     *(
-        replace(_MXFP4, gate_up_waves=waves, gate_up_ring=ring)
-        for waves, ring in [(4, 2), (4, 4), (8, 2), (8, 4), (16, 2), (4, 8)]
+        replace(_BULK, gate_up_waves=waves, gate_up_ring=ring)
+        for waves, ring in [(8, 2), (7, 2), (4, 2), (8, 1), (7, 3)]
     ),
     *(
-        replace(_MXFP4, down_waves=waves, down_ring=ring)
-        for waves, ring in [(4, 2), (4, 4), (8, 1), (8, 2), (16, 1), (2, 4)]
+        replace(_BULK, down_waves=waves, down_ring=ring, tiles=tiles)
+        for waves, ring, tiles in [(4, 1, 2), (8, 1, 2), (4, 2, 1), (8, 2, 1), (4, 4, 1), (2, 2, 4)]
     ),
 ]
 """one of the two kernels changed at a time"""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from _experts_inputs import FEWEST, MODEL, Inputs, Weights
 from torch import Tensor
 
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, hip_mxfp4_shared, launch
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, launch
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import Schedule
 from k3rewrite.pipeline.pass_base import PassContext
@@ -31,7 +31,7 @@ FEW = 8
 
 OURS = ("gate_up_routes", "down_tokens", "gate_up_experts", "down_experts", "combine_routes", "count_routes",
         "place_routes", "gate_up_sorted", "down_sorted", "warp_decode_gate_up", "warp_decode_down", "mxfp4_prepare",
-        "mxfp4_gate_up", "mxfp4_down", "mxfp4_ring_gate_up", "mxfp4_ring_down", "mxfp4_shared_prepare",
+        "mxfp4_gate_up", "mxfp4_down", "mxfp4_bulk_gate_up", "mxfp4_bulk_down", "mxfp4_shared_prepare",
         "mxfp4_shared_gate_up", "mxfp4_shared_down", "mxfp4_shared_combine")  # fmt: skip
 """kernels that a call of ours may run, and no others"""
 
@@ -52,12 +52,9 @@ def hip(data: Inputs, layout: hip_kernel.Layout, i: int) -> Tensor:
     return hip_kernel.warp_decode(arguments, Facts.of(arguments, torch.version.hip is None), layout)
 
 
-def mxfp4(data: Inputs, layout: hip_mxfp4.Layout | hip_mxfp4_shared.Layout, i: int) -> Tensor:
+def mxfp4(data: Inputs, layout: hip_mxfp4.Layout, i: int) -> Tensor:
     arguments = data.arguments(i, FEWEST)
-    facts = Facts.of(arguments, True)
-    if isinstance(layout, hip_mxfp4_shared.Layout):
-        return hip_mxfp4_shared.mxfp4_shared(arguments, facts, layout)
-    return hip_mxfp4.mxfp4_decode(arguments, facts, layout)
+    return hip_mxfp4.run(arguments, Facts.of(arguments, True), layout)
 
 
 def scheduled(data: Inputs, schedule: Schedule, i: int) -> Tensor:

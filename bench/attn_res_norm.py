@@ -178,7 +178,7 @@ def make_call(name: str, data: Inputs, peers: dict[str, Any]) -> Call:
     if "no dependent launch" in name:
         arch, _ = launch.device_facts(data.prefix.device)
         if mix is hip_kernel.mix_rows:
-            layout = hip_kernel.layout_for(COLUMNS, arch)
+            layout = hip_kernel.layout_for(COLUMNS, arch, data.rows)
             assert layout is not None
             mix = functools.partial(mix, layout=replace(layout, dependent=False))
         else:

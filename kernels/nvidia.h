@@ -52,6 +52,30 @@ K3_DEVICE void wait_for_copies_but() {
 }
 K3_DEVICE void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Bulk copies from global to shared memory: one thread asks for any multiple of 16 bytes, and an arrival, eight bytes of
+// shared memory, counts those that have come. It passes once for each time that it is told what to expect; the n-th time
+// is waited for with `turn` n % 2. Whoever waits on it must have met the thread that made it.
+typedef u64 arrival;
+K3_DEVICE void make_arrival(arrival* made) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(made)) : "memory");
+}
+// Once, behind the last one: the copies see them.
+K3_DEVICE void arrivals_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+K3_DEVICE void expect_bytes(arrival* at, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(at)), "r"(bytes) : "memory");
+}
+K3_DEVICE void copy_bulk(void* to, const void* from, u32 bytes, arrival* at) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(at)) : "memory");
+}
+K3_DEVICE void wait_for(arrival* at, i32 turn) {
+    u32 passed = 0;
+    while (passed == 0) {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(passed) : "r"(shared_address(at)), "r"(turn) : "memory");
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- bytes
 
 // Byte i of the result is the byte of (low, high) that nibble i of `selectors` names with three bits. With its fourth,

@@ -43,10 +43,14 @@ PATH = Path(__file__).parent / "hip" / "attn_res_norm.hip"
 SYMBOL = "attn_res_norm"
 VECTOR = 8
 """bf16 elements of a 16-byte access"""
-FEW_ROWS = 32
+FEW_ROWS = 64
 """up to so many rows a cluster a row is faster than the Triton kernels on an H200; at 128 rows it is slower"""
-ARITHMETIC_REGISTERS = 140
-"""what a thread needs beside the sources that it holds: read from the compiled objects of 1 to 16 sources"""
+SPLITS = ((8, (7, 8, 6, 5, 4, 3, 2)), (24, (4, 8, 3, 2)), (32, (8, 4, 3, 2)), (FEW_ROWS, (2, 4, 8)))
+"""up to so many rows, workgroups of a cluster in the order of preference: measured on an H200 with 7168 columns, where
+clusters of 4 leave no compute unit with two workgroups up to 24 rows, and of 2 up to 64"""
+ARITHMETIC_REGISTERS = {"amd": 140, "nvidia": 64}
+"""what a thread needs beside the sources that it holds, two vectors of each or one: read from the compiled objects of 1
+to 16 sources"""
 CLUSTER_ARCHS = ("sm_90", "sm_100")
 
 
@@ -58,21 +62,22 @@ class Layout:
     threads: int
     dependent: bool = False
     asynchronous: bool = False
-    """wait for the bytes of the other workgroups, not for them. Not measured yet, as the next"""
+    """wait for the bytes of the other workgroups, not for them"""
     early: bool = False
     """write the new prefix before the sums are exchanged"""
 
 
-def layout_for(columns: int, arch: str) -> Layout | None:
+def layout_for(columns: int, arch: str, rows: int = 1) -> Layout | None:
     """The layout on a target: clusters on `CLUSTER_ARCHS` (None where they do not come out even), else one workgroup.
 
     7168 columns are 896 vectors: 7 workgroups of 128 threads with one vector each, or one of 448 with two.
     """
     vectors = columns // VECTOR
     if arch in CLUSTER_ARCHS:
-        for split in range(8, 1, -1):
-            if vectors % (32 * split) == 0 and vectors // split <= 1024:
-                return Layout(split, vectors // split, dependent=True)
+        for split in next(preferred for most, preferred in SPLITS if rows <= most or most == FEW_ROWS):
+            each = vectors // split
+            if vectors % split == 0 and each <= 512 and (each % 32 == 0 or each > 96):  # few idle lanes
+                return Layout(split, -(-each // 32) * 32, dependent=True, asynchronous=True, early=True)
         return None
     for each in (2, 1, 4):
         if vectors % (64 * each) == 0 and vectors // each <= 1024:
@@ -93,13 +98,22 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
             return f"for up to {FEW_ROWS} rows; there are {rows}"
         if rows is None and importlib.util.find_spec("triton") is None:
             return "the number of rows is symbolic, and Triton, which takes many rows, is not installed"
-    layout = layout_for(columns, target.arch)
-    if layout is None:
-        return f"rows of {columns} elements do not come out even over a cluster of workgroups"
-    registers = (count or 1) * -(-columns // VECTOR // (layout.split * layout.threads)) * 4
-    if registers + ARITHMETIC_REGISTERS > (available := _registers(target, layout.threads)):
-        return f"{count} sources take {registers} registers a thread, of {available} beside what the arithmetic needs"
+    for layout in _layouts(columns, target.arch, row_count(prefix)):
+        if layout is None:
+            return f"rows of {columns} elements do not come out even over a cluster of workgroups"
+        registers = (count or 1) * -(-columns // VECTOR // (layout.split * layout.threads)) * 4
+        if registers + ARITHMETIC_REGISTERS[target.vendor] > (available := _registers(target, layout.threads)):
+            return (
+                f"{count} sources take {registers} registers a thread, of {available} beside what the arithmetic needs"
+            )
     return None
+
+
+def _layouts(columns: int, arch: str, rows: int | None) -> list[Layout | None]:
+    """Of a number of rows; of all that are few, if it is symbolic."""
+    if rows is not None:
+        return [layout_for(columns, arch, rows)]
+    return list(dict.fromkeys(layout_for(columns, arch, most) for most, _ in SPLITS))
 
 
 def _data_objection(arguments: Mapping[str, Any]) -> str | None:
@@ -129,8 +143,8 @@ def _registers(target: Target, threads: int) -> int:
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
     prefix, blocks = call_parts(arguments)
-    count, layout = source_count(prefix, blocks), layout_for(prefix.shape[-1], target.arch)
-    assert count is not None and layout is not None, "accepts has refused such a call"
+    count, layouts = source_count(prefix, blocks), _layouts(prefix.shape[-1], target.arch, row_count(prefix))
+    assert count is not None, "accepts has refused such a call"
     delta = arguments.get("delta") is not None
     return [
         unit(
@@ -143,6 +157,8 @@ def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
             mix=arguments.get("mix_dtype", torch.float32),
             scale=arguments.get("scale_dtype", torch.float32),
         )
+        for layout in layouts
+        if layout is not None
     ]
 
 
@@ -200,7 +216,7 @@ def mix_rows(
         return out
     columns = prefix.shape[-1]
     *singles, last = (launch.rows_of(source) for source in single_sources(prefix, blocks))
-    chosen = layout or layout_for(columns, launch.device_facts(prefix.device)[0])
+    chosen = layout or layout_for(columns, launch.device_facts(prefix.device)[0], last.shape[0])
     assert chosen is not None, "accepts has refused such a width"
     wanted = unit(
         chosen, columns, len(singles), delta=delta is not None, store=updated is not None,

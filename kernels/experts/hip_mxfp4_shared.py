@@ -1,9 +1,7 @@
 """The CUDA kernels for MXFP4 weights where several tokens meet at an expert (`hip/mxfp4_shared.hip`).
 
-    prepare   digits of the tokens; which routes meet            gate/up, down   once for up to `together` routes
-    combine   the routes of a token added up in their order
-
-Not chosen by any call so far: which numbers of tokens they are for has to be measured. Benchmarks and tests run them.
+prepare   digits of the tokens; which routes meet            gate/up, down   once for up to `together` routes
+combine   the routes of a token added up in their order
 """
 
 from __future__ import annotations
@@ -19,11 +17,13 @@ from torch import Tensor
 from k3rewrite.kernels.devices import loaded_function
 from k3rewrite.kernels.experts import hip_call
 from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.hip_mxfp4 import DIGITS, DOWN_STAGE, GATE_UP_STAGE, PATH, SPAN, prepared_groups
+from k3rewrite.kernels.experts.hip_mxfp4_sizes import DIGITS, FOLDER, SPAN, prepared_groups
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 
-SHARED_PATH = PATH.with_name("mxfp4_shared.hip")
+PATH = FOLDER / "mxfp4_shared.hip"
+GATE_UP_STAGE, DOWN_STAGE = 2176, 1088
+"""bytes of a stage of a ring: of gate/up, of down for each step"""
 _PREPARING, _COMBINING = 4, 4
 """waves of a workgroup of the first and the last kernel"""
 
@@ -40,7 +40,7 @@ class Layout:
     gate_up_ring: int = 2
     down_waves: int = 8
     down_ring: int = 2
-    shares: int = 4
+    shares: int = 2
     """workgroups among which an expert's outputs are divided"""
 
 
@@ -51,7 +51,7 @@ def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
         macros = hip_call.defines(
             "MXFP4", facts, WAVES=waves, RING=ring, TOGETHER=layout.together, OCCUPANCY=layout.occupancy
         )
-        return HipUnit(SHARED_PATH, f"mxfp4_shared_{symbol}", macros, dynamic_lds=lds)
+        return HipUnit(PATH, f"mxfp4_shared_{symbol}", macros, dynamic_lds=lds)
 
     digits = layout.together * DIGITS // GROUP
     rings = layout.gate_up_waves * layout.gate_up_ring, layout.down_waves * layout.down_ring

@@ -26,8 +26,13 @@ _SOURCES = (
     _FOLDER.parent / "triton_math.py",
 )
 _HIP_SOURCES = (
-    *(_FOLDER / name for name in ("hip_call.py", "hip_kernel.py", "hip/activation.h", "hip/mxfp4.h")),
+    *(_FOLDER / name for name in ("hip_call.py", "hip_kernel.py", "hip/activation.h")),
     *HEADERS,
+)
+_MXFP4_SOURCES = (
+    *sorted((_FOLDER / "hip").glob("mxfp4*")),
+    *sorted(_FOLDER.glob("hip_mxfp4*.py")),
+    *_HIP_SOURCES,
 )
 _FLOOR_US = 6.0
 """two launches, the second overlapping the first; not measured yet"""
@@ -157,7 +162,7 @@ KERNELS = (
         launch=hip_mxfp4.experts,
         units=hip_mxfp4.units,
         cost_us=_cost_us_of_few,
-        sources=(hip_mxfp4.PATH, _FOLDER / "hip_mxfp4.py", *_HIP_SOURCES, *_SOURCES),
+        sources=(*_MXFP4_SOURCES, *_SOURCES),
         paths=_mxfp4_paths,
     ),
 )

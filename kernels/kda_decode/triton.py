@@ -4,8 +4,9 @@
     S         loaded, decayed, updated, stored: read once and written once, where nearly all bytes are
     y         read out, normalised over the head, gated
 
-A null row loads no state, stores none, and gives zeros. Pools are written in place: a program reads all of its columns
-of a line before it writes one, and no other program has them.
+A null row loads no state, stores none, and gives zeros. Pools are written in place. No other program has what a program
+writes, but its own threads may read what one of them writes (small tensors are held several times over): all lines are
+read before the first is moved on.
 """
 
 # mypy: ignore-errors
@@ -19,18 +20,29 @@ from k3rewrite.kernels.triton_math import rounded
 
 
 @triton.jit
-def convolved(x, weight, line, channels, column, live, TAPS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr):
-    """SiLU of the convolution of some channels; their line moves on by one."""
-    token = tl.load(x + channels)
-    total = token.to(tl.float32) * tl.load(weight + channels * TAPS + (TAPS - 1))
-    for j in tl.static_range(TAPS - 1):
-        past = tl.load(line + (COLUMNS - TAPS + 1 + j) * column + channels, mask=live, other=0.0)
-        total += past.to(tl.float32) * tl.load(weight + channels * TAPS + j)
-    for j in tl.static_range(COLUMNS - 1):
-        younger = tl.load(line + (j + 1) * column + channels, mask=live, other=0.0)
-        tl.store(line + j * column + channels, younger, mask=live)
-    tl.store(line + (COLUMNS - 1) * column + channels, token.to(line.dtype.element_ty), mask=live)
+def line_of(pool, channels, column, live, COLUMNS: tl.constexpr):
+    """The past inputs of some channels, the oldest first: [columns, channels]."""
+    j = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
+    return tl.load(pool + j * column + channels[None, :], mask=live[None, :] & (j < COLUMNS), other=0.0)
+
+
+@triton.jit
+def convolved(x, weight, line, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr):
+    """SiLU of the convolution of some channels. What is older than the taps may be anything."""
+    tap = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None] - (COLUMNS - TAPS + 1)
+    used = (tap >= 0) & (tap < TAPS - 1)
+    taps = tl.load(weight + channels[None, :] * TAPS + tap, mask=used & (channels[None, :] >= 0), other=0.0)
+    token = tl.load(x + channels).to(tl.float32) * tl.load(weight + channels * TAPS + (TAPS - 1))
+    total = token + tl.sum(tl.where(used, line.to(tl.float32) * taps, 0.0), 0)
     return rounded(total * tl.sigmoid(total), INNER)
+
+
+@triton.jit
+def move_on(pool, x, line, channels, column, live, COLUMNS: tl.constexpr):
+    """The line loses its oldest input and gets the token."""
+    j = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
+    tl.store(pool + (j - 1) * column + channels[None, :], line, mask=live[None, :] & (j >= 1) & (j < COLUMNS))
+    tl.store(pool + (COLUMNS - 1) * column + channels, tl.load(x + channels).to(pool.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -48,10 +60,18 @@ def kda_decode_head(
     first: tl.constexpr = 1 if NULL else 0  # slots from here on are somebody's
     at = head * SIZE + tl.arange(0, SIZE)
     alive = at * 0 + place >= first
-    x, line = qkv + row * qkv_row, conv_state + place * conv_slot
-    q = convolved(x, conv_weight, line, at, conv_column, alive, TAPS, COLUMNS, INNER)
-    k = convolved(x, conv_weight, line, HEADS * SIZE + at, conv_column, alive, TAPS, COLUMNS, INNER)
-    v = convolved(x, conv_weight, line, 2 * HEADS * SIZE + at, conv_column, alive, TAPS, COLUMNS, INNER)
+    x, pool = qkv + row * qkv_row, conv_state + place * conv_slot
+    q_at, k_at, v_at = at, HEADS * SIZE + at, 2 * HEADS * SIZE + at
+    q_line = line_of(pool, q_at, conv_column, alive, COLUMNS)
+    k_line = line_of(pool, k_at, conv_column, alive, COLUMNS)
+    v_line = line_of(pool, v_at, conv_column, alive, COLUMNS)
+    q = convolved(x, conv_weight, q_line, q_at, TAPS, COLUMNS, INNER)
+    k = convolved(x, conv_weight, k_line, k_at, TAPS, COLUMNS, INNER)
+    v = convolved(x, conv_weight, v_line, v_at, TAPS, COLUMNS, INNER)
+    tl.debug_barrier()  # a thread writes what others read
+    move_on(pool, x, q_line, q_at, conv_column, alive, COLUMNS)
+    move_on(pool, x, k_line, k_at, conv_column, alive, COLUMNS)
+    move_on(pool, x, v_line, v_at, conv_column, alive, COLUMNS)
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * q_scale)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
     moved = tl.load(f + row * f_row + at).to(tl.float32) + tl.load(dt_bias + at)
@@ -60,12 +80,12 @@ def kda_decode_head(
 
     inside = tl.arange(0, SIZE)
     cells = inside[:, None] * SIZE + inside[None, :]
-    pool = state + place * state_slot + head * state_head
+    cell = state + place * state_slot + head * state_head + cells
     live = cells * 0 + place >= first
-    rows = tl.load(pool + cells, mask=live, other=0.0) * decay[None, :]
+    rows = tl.load(cell, mask=live, other=0.0) * decay[None, :]
     update = rate * (v - tl.sum(rows * k[None, :], 1))
     rows += update[:, None] * k[None, :]
-    tl.store(pool + cells, rows, mask=live)
+    tl.store(cell, rows, mask=live)
 
     read = rounded(tl.sum(rows * q[None, :], 1), INNER)
     normed = read * tl.rsqrt(tl.sum(read * read, 0) / SIZE + norm_eps) * tl.load(norm_weight + inside)

@@ -36,7 +36,7 @@ def test_compiles_for_nvidia_as_a_cluster(target: str, tmp_path: Path) -> None:
         pytest.skip(kernel.skipped)
     text = kernel.assembly.read_text()
     assert kernel.resources.spills == 0 and kernel.resources.threads in (0, 128)
-    assert "barrier.cluster.arrive" in text and "griddepcontrol.wait" in text and "st.shared::cluster" in text
+    assert "barrier.cluster.arrive" in text and "griddepcontrol.wait" in text and "st.async" in text
 
 
 @pytest.mark.parametrize("target", ["h200", "b200"])
@@ -67,9 +67,12 @@ def test_optional_parts_compile(options: dict, tmp_path: Path) -> None:
 
 
 def test_layouts() -> None:
-    assert layout_for(7168, "sm_90") == Layout(7, 128, dependent=True)
+    every = {rows: layout_for(7168, "sm_90", rows) for rows in (1, 8, 9, 24, 25, 32, 33, 64)}
+    assert [every[rows].split for rows in every] == [7, 7, 4, 4, 8, 8, 2, 2]
+    assert [every[rows].threads for rows in (8, 24, 32, 64)] == [128, 224, 128, 448]
+    assert all(layout.dependent and layout.asynchronous and layout.early for layout in every.values())
     assert layout_for(7168, "gfx950") == Layout(1, 448)
-    assert layout_for(4096, "sm_90") == Layout(8, 64, dependent=True)
+    assert layout_for(4096, "sm_90") == Layout(8, 64, True, True, True)
     assert layout_for(64, "sm_90") is None
     assert layout_for(64, "gfx942") == Layout(1, 64)
     for columns in (8, 64, 200, 2048, 7168, 16384):

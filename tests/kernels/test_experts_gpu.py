@@ -12,7 +12,15 @@ import pytest
 import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
 
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, hip_mxfp4_shared, launch
+from k3rewrite.kernels.experts import (
+    KERNELS,
+    hip_kernel,
+    hip_mxfp4,
+    hip_mxfp4_bulk,
+    hip_mxfp4_registers,
+    hip_mxfp4_shared,
+    launch,
+)
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import Schedule, schedules_of
 
@@ -39,9 +47,10 @@ def published(**arguments: Any) -> torch.Tensor:
     return hip_kernel.warp_decode(arguments, Facts.of(arguments, torch.version.hip is None), hip_kernel.PUBLISHED)
 
 
-RINGS = (
-    hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2),
-    hip_mxfp4.Layout(8, down_waves=2, gate_up_ring=1, down_ring=4),
+ALONE = (
+    hip_mxfp4_registers.Layout(4, down_waves=4, group=1),
+    hip_mxfp4_bulk.Layout(),
+    hip_mxfp4_bulk.Layout(4, gate_up_ring=1, down_waves=8, down_ring=1, tiles=1),
 )
 
 
@@ -52,11 +61,8 @@ SHARED = (
 )
 
 
-def mxfp4(layout: hip_mxfp4.Layout | hip_mxfp4_shared.Layout, **arguments: Any) -> torch.Tensor:
-    facts = Facts.of(arguments, True)
-    if isinstance(layout, hip_mxfp4_shared.Layout):
-        return hip_mxfp4_shared.mxfp4_shared(arguments, facts, layout)
-    return hip_mxfp4.mxfp4_decode(arguments, facts, layout)
+def mxfp4(layout: hip_mxfp4.Layout, **arguments: Any) -> torch.Tensor:
+    return hip_mxfp4.run(arguments, Facts.of(arguments, True), layout)
 
 
 def check(run: Run, case: Case, mode: str = "fewest") -> None:
@@ -108,7 +114,7 @@ def test_hip_source(run: Run, shape: dict[str, int], activation: str) -> None:
 @pytest.mark.parametrize(("shape", "activation"), [(K3, "situ"), (QWEN3, "silu"), (SMALL, "situ")])
 def test_mxfp4_on_matrix_units(shape: dict[str, int], activation: str) -> None:
     """As near to fp64 as the Triton kernels: the two parts of an activation hold all of its bits."""
-    for tokens, run in itertools.product((1, 3), (KERNELS[2].launch, *(functools.partial(mxfp4, r) for r in RINGS))):
+    for tokens, run in itertools.product((1, 3), (KERNELS[2].launch, *(functools.partial(mxfp4, r) for r in ALONE))):
         case = make_case(tokens, 4, **{"experts": 8, **shape}, format="mxfp4", activation=activation, device="cuda")
         check(run, case)
         check(run, case, "model" if activation == "situ" else "bf16")

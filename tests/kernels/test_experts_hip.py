@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,20 @@ from experts_cases import FEWEST, MODEL
 from test_experts_triton import K3_TP8, QWEN3, call
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, hip_mxfp4_shared
+from k3rewrite.kernels.experts import (
+    KERNELS,
+    hip_kernel,
+    hip_mxfp4,
+    hip_mxfp4_bulk,
+    hip_mxfp4_registers,
+    hip_mxfp4_shared,
+)
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.targets import load_target
 
 pytest.importorskip("ziglang")
 KERNEL = KERNELS[1]
-MOST_REGISTERS, MOST_OF_MXFP4 = 128, 168
+MOST_REGISTERS = 128
 
 
 @pytest.mark.parametrize("target", ["mi355x", "mi325x"])
@@ -59,37 +65,41 @@ def test_the_published_form_in_ptx(target: str, layout: hip_kernel.Layout, tmp_p
             assert "bar.sync" not in text and ".shared" not in text and "atom." not in text and "red." not in text
 
 
-OTHERS = {
-    "chosen": None,
-    "rings": partial(hip_mxfp4.all_units, layout=hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2)),
-    **{
-        f"shared by {n}": partial(
-            hip_mxfp4_shared.all_units,
-            layout=hip_mxfp4_shared.Layout(n, gate_up_ring=ring, occupancy=4 if n == 8 else 6),
-        )
-        for n, ring in ((2, 2), (4, 4), (8, 2))
-    },
+SHARED = {
+    "shared by 2": (hip_mxfp4_shared.Layout(2), 80),
+    "shared by 8": (hip_mxfp4_shared.Layout(8, occupancy=4), 128),
 }
-MOST = {"chosen": MOST_OF_MXFP4, "rings": 80, "shared by 2": 80, "shared by 4": 96, "shared by 8": 128}
-"""registers of each"""
+"""layouts that no call gets, and how many registers each may take"""
+CHOSEN = {
+    "registers": (1, hip_mxfp4_registers.Layout, 168),
+    "registers, one expert at a time": (4, hip_mxfp4_registers.Layout, 144),
+    "bulk": (16, hip_mxfp4_bulk.Layout, 128),
+    "shared": (80, hip_mxfp4_shared.Layout, 96),
+}
+"""tokens of Kimi K3, what they get, and how many registers it may take"""
 
 
 @pytest.mark.parametrize("target", ["h200", "b200"])
 @pytest.mark.parametrize("dtypes", [FEWEST, MODEL])
-@pytest.mark.parametrize("layout", list(OTHERS))
+@pytest.mark.parametrize("layout", [*CHOSEN, *SHARED])
 def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], layout: str, tmp_path: Path) -> None:
-    goal, kernel, other = load_target(target), KERNELS[2], OTHERS[layout]
+    goal, kernel = load_target(target), KERNELS[2]
     for shape in (K3_TP8, QWEN3):
         arguments = call(1, shape, "mxfp4", dtypes)
         assert kernel.accepts(arguments, goal) is None
         facts = Facts.of(arguments, nvidia=True)
-        units = kernel.units(arguments, goal) if other is None else other(facts)
-        for unit in units:
+        if layout in CHOSEN:
+            tokens, kind, most = CHOSEN[layout]
+            made_of = hip_mxfp4.layout_for(arguments, facts, tokens)
+            assert isinstance(made_of, kind) or shape is not K3_TP8
+        else:
+            made_of, most = SHARED[layout]
+        for unit in hip_mxfp4.units_of(facts, made_of):
             made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", kernel.name))
             if made.object is None:
                 pytest.skip(made.skipped)
             assert made.resources is not None and made.assembly is not None
-            assert made.resources.spills == 0 and made.resources.registers <= MOST[layout]
+            assert made.resources.spills == 0 and made.resources.registers <= most
             assert made.resources.lds_bytes <= goal.lds_bytes_per_cu
             own = made.assembly.read_text().partition(f".entry {unit.symbol}(")[2].partition(".entry ")[0]
             product = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in own

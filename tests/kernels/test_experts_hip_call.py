@@ -14,7 +14,16 @@ from test_experts_triton import K3_TP8, QWEN3, call
 from torch import Tensor
 
 from k3rewrite.emit import Provenance, emit_unit
-from k3rewrite.kernels.experts import KERNELS, hip_call, hip_kernel, hip_mxfp4, hip_mxfp4_shared, launch
+from k3rewrite.kernels.experts import (
+    KERNELS,
+    hip_call,
+    hip_kernel,
+    hip_mxfp4,
+    hip_mxfp4_bulk,
+    hip_mxfp4_registers,
+    hip_mxfp4_shared,
+    launch,
+)
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.runs import noting, watching
 from k3rewrite.targets import load_target
@@ -37,7 +46,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(launch, "experts", recorded("triton"))
     monkeypatch.setattr(hip_kernel, "warp_decode", recorded("hip"))
-    monkeypatch.setattr(hip_mxfp4, "mxfp4_decode", recorded("mxfp4"))
+    monkeypatch.setattr(hip_mxfp4, "run", recorded("mxfp4"))
     return calls
 
 
@@ -97,13 +106,14 @@ def test_lanes_that_read_a_row_together(width: int, wave: int, side_by_side: boo
 LAUNCHED = [
     (hip_kernel, "dense", hip_kernel.PUBLISHED),
     (hip_kernel, "dense", hip_kernel.CHOSEN),
-    (hip_mxfp4, "mxfp4", hip_mxfp4.CHOSEN),
-    (hip_mxfp4, "mxfp4", hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2)),
+    (hip_mxfp4_registers, "mxfp4", hip_mxfp4_registers.Layout()),
+    (hip_mxfp4_bulk, "mxfp4", hip_mxfp4_bulk.Layout()),
     (hip_mxfp4_shared, "mxfp4", hip_mxfp4_shared.Layout()),
 ]
 DECODE = {
     hip_kernel: (hip_kernel.warp_decode, 2),
-    hip_mxfp4: (hip_mxfp4.mxfp4_decode, 3),
+    hip_mxfp4_registers: (hip_mxfp4_registers.mxfp4_decode, 3),
+    hip_mxfp4_bulk: (hip_mxfp4_bulk.mxfp4_bulk, 3),
     hip_mxfp4_shared: (hip_mxfp4_shared.mxfp4_shared, 4),
 }
 """how a module is called, and how often it launches"""

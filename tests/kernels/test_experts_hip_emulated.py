@@ -12,7 +12,7 @@ import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
 from hip_emulation import COMPILER, emulated
 
-from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, hip_mxfp4_shared
+from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, hip_mxfp4_bulk, hip_mxfp4_registers, hip_mxfp4_shared
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.targets import load_target
 
@@ -20,13 +20,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 BOUND = {"fewest": 3e-3, "model": 8e-3, "bf16": 1.2e-2}
 MODES = {"fewest": FEWEST, "model": MODEL, "bf16": ALL_BF16}
-DECODE = {
-    hip_kernel: hip_kernel.warp_decode,
-    hip_mxfp4: hip_mxfp4.mxfp4_decode,
-    hip_mxfp4_shared: hip_mxfp4_shared.mxfp4_shared,
-}
+DECODE = {hip_kernel: hip_kernel.warp_decode, hip_mxfp4: hip_mxfp4.run}
+PACKED_KERNELS = (hip_mxfp4_registers, hip_mxfp4_bulk, hip_mxfp4_shared)
 DENSE = {"experts": 5, "inner": 320, "width": 72, "outer": 37}
-PACKED = {"experts": 5, "inner": 512, "width": 128, "outer": 48}
+PACKED = {"experts": 5, "inner": 512, "width": 128, "outer": 96}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Any:
 
     def use(target: str) -> None:
         goal = load_target(target)
-        for module in (hip_kernel, hip_mxfp4, hip_mxfp4_shared):
+        for module in (hip_kernel, *PACKED_KERNELS):
             monkeypatch.setattr(module, "loaded_function", lambda unit: emulated(unit, compiled, goal.wave_size))
         forget()
         monkeypatch.setattr(hip_kernel, "load_target", lambda name: goal)
@@ -49,8 +46,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Any:
 
     def forget() -> None:
         hip_kernel._functions.cache_clear()
-        hip_mxfp4._launches.cache_clear()
-        hip_mxfp4_shared._launches.cache_clear()
+        for module in PACKED_KERNELS:
+            module._launches.cache_clear()
 
     yield use
     forget()
@@ -92,41 +89,40 @@ def test_warp_decode_of_a_window_with_the_models_roundings(on_cpu: Any) -> None:
 
 
 MXFP4 = {
-    "registers": hip_mxfp4.CHOSEN,
-    "registers, two tiles": hip_mxfp4.Layout(4, down_waves=2, tiles=2, group=1),
-    "registers, three tiles": hip_mxfp4.Layout(12, down_waves=4, tiles=3, group=3),
-    "rings": hip_mxfp4.Layout(4, down_waves=4, gate_up_ring=4, down_ring=2),
-    "short rings": hip_mxfp4.Layout(8, down_waves=2, gate_up_ring=1, down_ring=1),
-    "long rings": hip_mxfp4.Layout(4, down_waves=1, gate_up_ring=2, down_ring=4),
+    "registers": hip_mxfp4_registers.Layout(),
+    "registers, two tiles": hip_mxfp4_registers.Layout(4, down_waves=2, tiles=2, group=1),
+    "registers, three tiles": hip_mxfp4_registers.Layout(12, down_waves=4, tiles=3, group=3),
+    "bulk": hip_mxfp4_bulk.Layout(),
+    "bulk, short rings": hip_mxfp4_bulk.Layout(3, gate_up_ring=1, down_waves=2, down_ring=1, tiles=1),
+    "bulk, long rings": hip_mxfp4_bulk.Layout(4, gate_up_ring=4, down_waves=2, down_ring=2, tiles=3),
 }
 
 
 @pytest.mark.parametrize("layout", list(MXFP4))
 def test_mxfp4(layout: str, on_cpu: Any) -> None:
     on_cpu("h200")
-    sizes = PACKED | {"outer": 96}
-    check(hip_mxfp4, make_case(2, 3, **sizes, format="mxfp4"), MXFP4[layout], "fewest", "h200")
-    window = make_case(2, 3, **sizes, ids=[[1, 1, -1], [7, 4, 99]], activation="silu", format="mxfp4")
+    check(hip_mxfp4, make_case(2, 3, **PACKED, format="mxfp4"), MXFP4[layout], "fewest", "h200")
+    window = make_case(2, 3, **PACKED, ids=[[1, 1, -1], [7, 4, 99]], activation="silu", format="mxfp4")
     window.weights = window.weights.bfloat16()
     check(hip_mxfp4, window, MXFP4[layout], "bf16", "h200")
 
 
-@pytest.mark.parametrize("layout", ["registers", "rings"])
+@pytest.mark.parametrize("layout", ["registers", "bulk"])
 def test_mxfp4_of_a_window_with_the_models_roundings(layout: str, on_cpu: Any) -> None:
     on_cpu("h200")
     case = make_case(1, 5, experts=6, inner=768, width=256, outer=96, first=2, global_experts=9, format="mxfp4")
     check(hip_mxfp4, case, MXFP4[layout], "model", "h200")
 
 
-@pytest.mark.parametrize("layout", ["registers", "rings"])
+@pytest.mark.parametrize("layout", ["registers", "bulk"])
 def test_mxfp4_rows_with_zeros_and_with_what_is_no_number(layout: str, on_cpu: Any) -> None:
     on_cpu("h200")
     case = make_case(4, 2, **PACKED, format="mxfp4")
     clean, facts = case.arguments(FEWEST), Facts.of(case.arguments(FEWEST), nvidia=True)
-    first = hip_mxfp4.mxfp4_decode(clean, facts, MXFP4[layout])
+    first = hip_mxfp4.run(clean, facts, MXFP4[layout])
     case.x[1] = 0
     case.x[2, 3], case.x[3, 7] = math.nan, math.inf
-    second = hip_mxfp4.mxfp4_decode(case.arguments(FEWEST), facts, MXFP4[layout])
+    second = hip_mxfp4.run(case.arguments(FEWEST), facts, MXFP4[layout])
     assert bool((second[1] == 0).all()) and not bool(second[2:].isfinite().any())
     assert torch.equal(second[0], first[0])
 
@@ -137,7 +133,7 @@ def test_activations_of_very_different_sizes(on_cpu: Any) -> None:
     case = make_case(2, 2, **PACKED, format="mxfp4")
     case.x *= torch.logspace(-6, 6, PACKED["inner"]).bfloat16()
     case.x[:, -64:] = 0
-    check(hip_mxfp4, case, MXFP4["rings"], "fewest", "h200")
+    check(hip_mxfp4, case, MXFP4["bulk"], "fewest", "h200")
 
 
 SHARED = {
@@ -151,18 +147,17 @@ SHARED = {
 def test_mxfp4_of_tokens_that_meet(layout: str, on_cpu: Any) -> None:
     """More routes of an expert than work together, fewer, one, none; also as int32, and across 32 of them."""
     on_cpu("h200")
-    sizes = PACKED | {"outer": 96}
     everyone = [[t % 5, 4, 1 if t < 5 else 3] for t in range(13)]  # expert 4: 13 routes and those of t % 5 == 4
-    check(hip_mxfp4_shared, make_case(13, 3, **sizes, ids=everyone, format="mxfp4"), SHARED[layout], "fewest", "h200")
-    window = make_case(2, 3, **sizes, ids=[[1, 1, -1], [7, 1, 99]], activation="silu", format="mxfp4")
+    check(hip_mxfp4, make_case(13, 3, **PACKED, ids=everyone, format="mxfp4"), SHARED[layout], "fewest", "h200")
+    window = make_case(2, 3, **PACKED, ids=[[1, 1, -1], [7, 1, 99]], activation="silu", format="mxfp4")
     window.weights, window.ids = window.weights.bfloat16(), window.ids.int()
-    check(hip_mxfp4_shared, window, SHARED[layout], "bf16", "h200")
+    check(hip_mxfp4, window, SHARED[layout], "bf16", "h200")
 
 
 def test_mxfp4_of_tokens_that_meet_in_a_window_with_the_models_roundings(on_cpu: Any) -> None:
     on_cpu("h200")
     case = make_case(6, 5, experts=6, inner=768, width=256, outer=96, first=2, global_experts=9, format="mxfp4")
-    check(hip_mxfp4_shared, case, SHARED["four"], "model", "h200")
+    check(hip_mxfp4, case, SHARED["four"], "model", "h200")
 
 
 def test_a_token_gets_the_same_result_among_others(on_cpu: Any) -> None:
@@ -172,9 +167,9 @@ def test_a_token_gets_the_same_result_among_others(on_cpu: Any) -> None:
     case.x[1], case.x[2, 7] = 0, math.nan
     named = case.arguments(FEWEST)
     facts = Facts.of(named, nvidia=True)
-    together = hip_mxfp4_shared.mxfp4_shared(named, facts, SHARED["four"])
+    together = hip_mxfp4.run(named, facts, SHARED["four"])
     for t in range(6):
         alone = named | {name: named[name][t : t + 1] for name in ("x", "ids", "weights")}
-        result = hip_mxfp4_shared.mxfp4_shared(alone, facts, SHARED["four"])
+        result = hip_mxfp4.run(alone, facts, SHARED["four"])
         assert torch.equal(result.nan_to_num(7.0), together[t : t + 1].nan_to_num(7.0))
     assert bool((together[1] == 0).all()) and bool(together[2].isnan().all())

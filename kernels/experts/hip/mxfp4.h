@@ -115,8 +115,8 @@ K3_DEVICE void add_scaled(float (&total)[4], const i32 (&sum)[4], float upper_sc
     total[3] = k3::fma(bit_cast<float>(sum[3]) - origin_value, low, total[3]);
 }
 
-// 16 rows times 128 columns added to `total`. The scales are words of four groups' bytes.
-K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4& lower, u32 upper_scales, u32 lower_scales,
+// 16 rows times 128 columns added to `total`.
+K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4& lower, float upper_scale, float lower_scale,
                              const operand& by, u32 two16) {
     i32 sum[4] = {by.start[0], by.start[1], by.start[0], by.start[1]};
     u32 weights[4];
@@ -124,7 +124,12 @@ K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4&
     widen_words(weights, upper.y, lower.y, two16), multiply_words(sum, weights, by.low.z, by.low.w);
     widen_words(weights, upper.z, lower.z, two16), multiply_words(sum, weights, by.high.x, by.high.y);
     widen_words(weights, upper.w, lower.w, two16), multiply_words(sum, weights, by.high.z, by.high.w);
-    add_scaled(total, sum, scale_of(upper_scales), scale_of(lower_scales), by.unit);
+    add_scaled(total, sum, upper_scale, lower_scale, by.unit);
+}
+// The same; the scales are words of four groups' bytes.
+K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4& lower, u32 upper_scales, u32 lower_scales,
+                             const operand& by, u32 two16) {
+    multiply_span(total, upper, lower, scale_of(upper_scales), scale_of(lower_scales), by, two16);
 }
 
 // The same with weights that are widened once for several tokens.

@@ -10,10 +10,10 @@
 //   mxfp4_shared_combine   a workgroup owns outputs of one token, and adds up its routes in their order
 //
 // How weights and activations become integers: mxfp4.h; how weights get here: mxfp4_ring.h. A route outside of the window
-// is skipped everywhere. No layout that is chosen has this yet: it runs in benchmarks and tests only.
+// is skipped everywhere.
 //
-// Macros as in mxfp4_decode.hip, TILES and GROUP left out; MXFP4_RING; MXFP4_TOGETHER (2, 4 or 8). The rings are dynamic shared memory, and the
-// digits behind them.
+// Macros as in mxfp4_decode.hip, TILES and GROUP left out; MXFP4_RING; MXFP4_TOGETHER (2, 4 or 8). The rings are dynamic
+// shared memory, and the digits behind them.
 
 #include "mxfp4_ring.h"
 #include "nvidia.h"

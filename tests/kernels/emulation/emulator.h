@@ -43,6 +43,7 @@ struct Block {
 };
 
 inline Block* block = nullptr;
+inline long progress = 0;  // of what is waited for apart from meetings
 inline int index[3];
 inline int wave_width = 32;
 inline std::function<void()> body;
@@ -112,7 +113,7 @@ inline int run(int gx, int gy, int gz, int threads, int wave, const std::functio
                 }
                 int left = threads;
                 while (left > 0) {
-                    long before = made.all.generation;
+                    long before = made.all.generation + progress;
                     for (const Meeting& meeting : made.waves) before += meeting.generation + meeting.arrived;
                     before += made.all.arrived;
                     const int left_before = left;
@@ -121,7 +122,7 @@ inline int run(int gx, int gy, int gz, int threads, int wave, const std::functio
                         swapcontext(&made.scheduler, &made.threads[made.current].context);
                         left -= made.threads[made.current].done;
                     }
-                    long after = made.all.generation;
+                    long after = made.all.generation + progress;
                     for (const Meeting& meeting : made.waves) after += meeting.generation + meeting.arrived;
                     after += made.all.arrived;
                     if (after == before && left == left_before) return 1;

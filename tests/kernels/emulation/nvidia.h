@@ -2,6 +2,8 @@
 // read too early shows.
 #pragma once
 
+#include <map>
+
 #include "portability.h"
 
 #define K3_DYNAMIC_SHARED(TYPE, NAME) static TYPE NAME[256 * 1024 / sizeof(TYPE)]
@@ -49,6 +51,48 @@ K3_DEVICE void wait_for_copies_but() {
     }
 }
 K3_DEVICE void wait_for_all_copies() { close_group_of_copies(), wait_for_copies_but<0>(); }
+
+// What is expected and what was asked for, by arrival; a copy is made when somebody waits for it.
+struct pending_arrival {
+    i32 passed = 0;
+    bool expecting = false;
+    u64 bytes = 0;
+    std::vector<pending_copy> copies;
+};
+typedef u64 arrival;
+static pending_arrival& pending_at(const arrival* at) {
+    static std::map<const arrival*, pending_arrival> every;
+    return every[at];
+}
+K3_DEVICE void make_arrival(arrival* made) { pending_at(made) = pending_arrival{}; }
+K3_DEVICE void arrivals_are_made() {}
+K3_DEVICE void expect_bytes(arrival* at, u32 bytes) {
+    pending_arrival& there = pending_at(at);
+    if (there.expecting) k3_emulator::fail("an arrival is told what to expect before it has passed");
+    there.expecting = true, there.bytes = bytes;
+    ++k3_emulator::progress;
+}
+K3_DEVICE void copy_bulk(void* to, const void* from, u32 bytes, arrival* at) {
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
+        k3_emulator::fail("a bulk copy of bytes, or at an address, that is no multiple of 16");
+    }
+    std::memset(to, 0xff, bytes);
+    pending_at(at).copies.push_back({to, from, static_cast<i32>(bytes)});
+}
+K3_DEVICE void wait_for(arrival* at, i32 turn) {
+    pending_arrival& there = pending_at(at);
+    while (there.passed % 2 == turn) {
+        if (!there.expecting) {
+            k3_emulator::hand_over();
+            continue;
+        }
+        u64 bytes = 0;
+        for (const pending_copy& copy : there.copies) std::memcpy(copy.to, copy.from, copy.bytes), bytes += copy.bytes;
+        if (bytes != there.bytes) k3_emulator::fail("what was copied is not what was expected");
+        there.copies.clear(), there.expecting = false, ++there.passed;
+        ++k3_emulator::progress;
+    }
+}
 
 K3_DEVICE u32 permute_bytes(u32 low, u32 high, u32 selectors) {
     const u64 bytes = static_cast<u64>(high) << 32 | low;

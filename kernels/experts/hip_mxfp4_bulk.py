@@ -1,0 +1,127 @@
+"""The CUDA kernels for MXFP4 weights that fetch by bulk copies (`hip/mxfp4_bulk.hip`), for more tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.kernels.devices import loaded_function
+from k3rewrite.kernels.experts import hip_call, hip_mxfp4_registers
+from k3rewrite.kernels.experts.formats import GROUP
+from k3rewrite.kernels.experts.hip_mxfp4_registers import PREPARING, prepare_grid
+from k3rewrite.kernels.experts.hip_mxfp4_sizes import DIGITS, FOLDER, TILE, prepared_groups
+from k3rewrite.kernels.experts.plan import Facts
+from k3rewrite.ops.kernel import HipUnit
+
+PATH = FOLDER / "mxfp4_bulk.hip"
+_THIRD = 75 * 1024
+"""bytes of shared memory with which three workgroups fit into a multiprocessor"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Waves of a workgroup of each kernel; stages in flight, of gate/up for a workgroup, of down for each wave."""
+
+    gate_up_waves: int = 8
+    gate_up_ring: int = 2
+    down_waves: int = 4
+    down_ring: int = 2
+    tiles: int = 2
+    """tiles of 16 rows of a stage of down"""
+    gate_up_occupancy: int = 6
+    down_occupancy: int = 4
+    """waves of a quarter of a multiprocessor for which registers are kept few enough"""
+
+
+def layout_for(facts: Facts) -> Layout:
+    """Measured with experts of 384; wider ones have fewer rows in flight, so that as many workgroups fit."""
+    chosen = Layout()
+    return chosen if _down_bytes(facts, chosen) <= _THIRD else replace(chosen, tiles=1)
+
+
+def objection(arguments: Mapping[str, Any], facts: Facts) -> str | None:
+    """To a call that the other MXFP4 kernels take: what keeps its rows from being fetched many at a time."""
+    layout = layout_for(facts)
+    for name, columns in (("w_gate", facts.inner // 2), ("w_down", facts.width // 2), ("s_gate", facts.inner // GROUP),
+                          ("s_down", facts.width // GROUP)):  # fmt: skip
+        experts, rows = arguments[name].stride()[:2]
+        if rows != columns or experts % 16:
+            return f"rows of {name} do not lie one after the other"
+    if facts.outer % (TILE * layout.tiles):
+        return f"the width of the result, {facts.outer}, is no multiple of {TILE * layout.tiles}"
+    if max(_gate_up_bytes(facts, layout), _down_bytes(facts, layout)) > 2 * _THIRD:
+        return "the stages do not fit the shared memory"
+    return None
+
+
+def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
+    """The three launches: prepare, gate/up, down."""
+
+    def unit(symbol: str, waves: int, ring: int, occupancy: int, lds: int) -> HipUnit:
+        own = {"WAVES": waves, "RING": ring, "TILES": layout.tiles, "OCCUPANCY": occupancy}
+        return HipUnit(PATH, symbol, hip_call.defines("MXFP4", facts, **own), dynamic_lds=lds)
+
+    gate_up, down = _gate_up_bytes(facts, layout), _down_bytes(facts, layout)
+    return [
+        hip_mxfp4_registers.all_units(facts, hip_mxfp4_registers.Layout())[0],
+        unit("mxfp4_bulk_gate_up", layout.gate_up_waves, layout.gate_up_ring, layout.gate_up_occupancy, gate_up),
+        unit("mxfp4_bulk_down", layout.down_waves, layout.down_ring, layout.down_occupancy, down),
+    ]
+
+
+def _gate_up_bytes(facts: Facts, layout: Layout) -> int:
+    return layout.gate_up_ring * _stage_bytes(facts.inner) + facts.inner // GROUP * DIGITS
+
+
+def _down_bytes(facts: Facts, layout: Layout) -> int:
+    routes = -(-facts.top_k // layout.down_waves) * layout.down_waves
+    stages = layout.down_waves * layout.down_ring * layout.tiles
+    return stages * _stage_bytes(facts.width) + routes * facts.width // GROUP * DIGITS
+
+
+def _stage_bytes(columns: int) -> int:
+    """16 rows and their scales."""
+    return TILE * (columns // 2 + columns // GROUP)
+
+
+def mxfp4_bulk(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
+    """The three launches; arguments that `hip_mxfp4.accepts` takes and `objection` does not refuse."""
+    x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
+    gate, down, s_gate, s_down = (named[name] for name in ("w_gate", "w_down", "s_gate", "s_down"))
+    tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
+    out = x.new_empty((tokens, facts.outer))
+    prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
+    hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
+    with torch.cuda.device(x.device):
+        prepare, gate_up, down_of = _launches(facts, layout, x.device)
+        prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), prepared])
+        gate_up(
+            grid=(routes, blocks),
+            threads=32 * layout.gate_up_waves,
+            arguments=[
+                prepared, ids, first, facts.experts, gate, named["w_up"], gate.stride(0), s_gate, named["s_up"],
+                s_gate.stride(0), float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
+            ],
+        )  # fmt: skip
+        down_of(
+            grid=(tokens, facts.outer // (TILE * layout.tiles)),
+            threads=32 * layout.down_waves,
+            arguments=[
+                hidden, ids, weights, first, facts.experts, down, down.stride(0), s_down, s_down.stride(0), 1 << 16,
+                out,
+            ],
+        )  # fmt: skip
+    return out
+
+
+@cache
+def _launches(facts: Facts, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
+    """The kernels for these sizes, compiled and loaded on `device`, the current one; each starts before the one before
+    it ends."""
+    units = all_units(facts, layout)
+    return tuple(partial(loaded_function(u), dynamic_lds=u.dynamic_lds, dependent=True) for u in units)

@@ -1,0 +1,87 @@
+"""The CUDA kernels for MXFP4 weights that hold them in registers (`hip/mxfp4_decode.hip`): fewest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.kernels.devices import loaded_function
+from k3rewrite.kernels.experts import hip_call
+from k3rewrite.kernels.experts.formats import GROUP
+from k3rewrite.kernels.experts.hip_mxfp4_sizes import DIGITS, FOLDER, TILE, prepared_groups
+from k3rewrite.kernels.experts.plan import Facts
+from k3rewrite.ops.kernel import HipUnit
+
+PATH = FOLDER / "mxfp4_decode.hip"
+PREPARE = "mxfp4_prepare"
+PREPARING = 4
+"""waves of a workgroup of `mxfp4_prepare`"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Waves of a workgroup of each kernel, a multiple of 4 for gate/up."""
+
+    gate_up_waves: int = 8
+    occupancy: int = 4
+    """waves of a quarter of a multiprocessor for which gate/up's registers are kept few enough"""
+    down_waves: int = 8
+    tiles: int = 1
+    """tiles of 16 rows of a wave of down"""
+    group: int = 2
+    """experts of which a wave of down has loads in flight together"""
+
+
+def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
+    """The three launches of a layout: prepare, gate/up, down."""
+    own = {"GROUP": layout.group, "TILES": layout.tiles, "OCCUPANCY": layout.occupancy}
+    waves = {PREPARE: PREPARING, "mxfp4_gate_up": layout.gate_up_waves, "mxfp4_down": layout.down_waves}
+    return [HipUnit(PATH, name, hip_call.defines("MXFP4", facts, WAVES=n, **own)) for name, n in waves.items()]
+
+
+def prepare_grid(facts: Facts, tokens: int) -> tuple[int, int]:
+    """Workgroups of `mxfp4_prepare`: each takes vectors of eight columns, one a thread."""
+    return tokens, -(-facts.inner // (8 * 32 * PREPARING))
+
+
+def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
+    """The three launches; arguments as `hip_mxfp4.accepts` takes them, with at least one token."""
+    x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
+    gate, up, down = named["w_gate"], named["w_up"], named["w_down"]
+    s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
+    tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
+    out = x.new_empty((tokens, facts.outer))
+    prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
+    hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
+    with torch.cuda.device(x.device):
+        prepare, gate_up, down_of = _launches(facts, layout, x.device)
+        prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), prepared])
+        gate_up(
+            grid=(routes, blocks),
+            threads=32 * layout.gate_up_waves,
+            arguments=[
+                prepared, ids, first, facts.experts, gate, up, gate.stride(0), gate.stride(1), s_gate, s_up,
+                s_gate.stride(0), s_gate.stride(1), float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
+            ],
+        )  # fmt: skip
+        down_of(
+            grid=(tokens, facts.outer // (TILE * layout.tiles)),
+            threads=32 * layout.down_waves,
+            arguments=[
+                hidden, ids, weights, first, facts.experts, down, down.stride(0), down.stride(1), s_down,
+                s_down.stride(0), s_down.stride(1), 1 << 16, out,
+            ],
+        )  # fmt: skip
+    return out
+
+
+@cache
+def _launches(facts: Facts, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
+    """The kernels for these sizes, compiled and loaded on `device`, the current one. Each is launched before the one
+    before it ends, and waits for it inside."""
+    return tuple(partial(loaded_function(unit), dependent=True) for unit in all_units(facts, layout))
