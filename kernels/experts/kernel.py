@@ -47,7 +47,7 @@ def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
 
 
 def _cost_us_of_few(arguments: Mapping[str, Any], target: Target) -> float:
-    """On one H200, from 1 to 8 tokens: 89 to 96 % of the fastest read for dense weights, 53 to 63 % for MXFP4, more
+    """On one H200, from 1 to 8 tokens: 89 to 96 % of the fastest read for dense weights, 57 to 74 % for MXFP4, more
     than Triton's kernels reach there."""
     return 0.95 * _cost_us(arguments, target)
 

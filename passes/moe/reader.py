@@ -74,7 +74,10 @@ class Reader:
     def find(self, dims: Sequence[tuple[Axis, ...]], element: Expression | Index) -> Node | None:
         """A node of the graph that has these dims and this element, the first of them; None if there is none."""
         for node in sorted(n for n in self.values if n not in self._named and n not in self.products):
-            self._known.setdefault(_key(self.values[node].dims, self.values[node].element), node)
+            value = self.values[node]
+            for key in (_key(value.dims, value.element), _joined_key(value.dims, value.element)):
+                if key is not None:
+                    self._known.setdefault(key, node)
             self._named.add(node)
         for variant in (_key(dims, element), _joined_key(dims, element)):
             if variant in self._known:

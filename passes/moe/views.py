@@ -58,7 +58,7 @@ def _slice(reader: Reader, node: Node, arguments: Arguments) -> Value:
     before, dim = shape_of(arguments["self"]), dimension(arguments["dim"], len(value.dims))
     if not isinstance(start, int) or (start < 0 and not isinstance(before[dim], int)):
         raise Unreadable("a slice from a computed place")
-    start = start + before[dim] if start < 0 else start
+    start = max(0, start + before[dim]) if start < 0 else start  # as torch does
     return sliced(value, dim, start, arguments["step"], shape_of(node)[dim])
 
 

@@ -9,7 +9,8 @@ import torch
 
 from k3rewrite.graph.dtypes import widens
 
-SMALL = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+EIGHT = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+SMALL = [torch.float16, torch.bfloat16, *EIGHT]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES = [torch.bool, *INTEGERS, *SMALL, torch.float32, torch.float64]
 
@@ -35,9 +36,11 @@ def _numbers(dtype: torch.dtype) -> torch.Tensor:
 
 def _is_exact(values: torch.Tensor, wide: torch.dtype) -> bool:
     if values.dtype.is_floating_point:
-        values = values[values.to(torch.float64).isfinite()]
         if not wide.is_floating_point:
             return False
+        before, after = values.to(torch.float64), values.to(wide).to(torch.float64)
+        same = (before == after) & (before.signbit() == after.signbit())  # infinities and -0 too
+        return bool((same | before.isnan() & after.isnan()).all())
     if wide == torch.bool:
         return values.dtype == torch.bool
     there = values.to(wide)
@@ -50,6 +53,22 @@ def _is_exact(values: torch.Tensor, wide: torch.dtype) -> bool:
 @pytest.mark.parametrize(("narrow", "wide"), itertools.product(DTYPES, DTYPES), ids=lambda d: str(d)[6:])
 def test_against_the_values(narrow: torch.dtype, wide: torch.dtype) -> None:
     assert widens(narrow, wide) is _is_exact(_numbers(narrow), wide)
+
+
+@pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2])
+def test_a_cast_through_e5m2fnuz_rounds(narrow: torch.dtype) -> None:
+    """torch tells a finer precision of it than it has, and it has no infinity."""
+    assert not widens(narrow, torch.float8_e5m2fnuz)
+
+
+def test_a_lossy_cast_is_not_folded() -> None:
+    def through(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e5m2fnuz).to(torch.float8_e4m3fn).float()
+
+    x = torch.tensor([0.017578125, 1.125, 240.0]).to(torch.float8_e4m3fn)
+    with torch.no_grad():
+        got = torch.compile(through, backend="k3rewrite", options={"finalise": "eager"})(x)
+    assert torch.equal(got, through(x))
 
 
 def test_promotion_is_no_proof() -> None:

@@ -309,3 +309,22 @@ def test_one_entry_of_a_table_that_is_another_is_seen(table: str, entry: int, va
     assert report.matched == 0 and f"does not hold {'E' + ('8M0' if table == 'scales' else '2M1')}" in str(
         reasons(report)
     )
+
+
+@pytest.mark.parametrize("gate", [slice(-56, -WIDTH), slice(-1000, WIDTH), slice(None, WIDTH)])
+def test_a_slice_that_begins_before_the_beginning(gate: slice) -> None:
+    """torch cuts such a start off at 0."""
+
+    def function(x: Tensor, ids: Tensor, w: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        flat = ids.flatten()
+        both = torch.bmm(w13[flat], x.repeat_interleave(ids.shape[1], 0).unsqueeze(2)).squeeze(2)
+        hidden = F.silu(both[:, gate]) * both[:, WIDTH:]
+        return _summed(torch.bmm(w2[flat], hidden.unsqueeze(2)).squeeze(2), w)
+
+    inputs = example_inputs()
+    module = graph_of(function, inputs)
+    with torch.no_grad():
+        report = rewritten(LiftMoe(), module)
+        assert report.matched == 1, reasons(report)
+        (got,) = module(*inputs)
+        torch.testing.assert_close(got, function(*inputs), rtol=1e-4, atol=1e-4)

@@ -226,3 +226,24 @@ def test_in_bf16_and_with_several_tokens_too(name: str, implementation: str) -> 
     lifted = _report(backend, "lift_moe")
     assert (lifted.candidates, lifted.matched) == (mixtures, mixtures), reasons(lifted)
     assert all(site.verified for site in lifted.sites)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3, four groups", "Qwen3-Next"])
+def test_several_rows_of_several_tokens_and_then_more_rows(name: str, implementation: str) -> None:
+    """A static graph, then one with a symbolic number of rows; tokens lie in two dimensions in both."""
+    make, mixtures, _ = MODELS[name]
+    model = _model(make, implementation)
+    backend = _backend()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for rows in (2, 3):
+            ids = torch.randint(0, 60, (rows, 7), generator=torch.Generator().manual_seed(rows))
+            torch.testing.assert_close(
+                compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5
+            )
+    assert len(backend.reports) == 2
+    for run in backend.reports:
+        lifted = next(entry for entry in run.passes if entry.name == "lift_moe")
+        assert (lifted.candidates, lifted.matched) == (mixtures, mixtures), reasons(lifted)
