@@ -23,6 +23,7 @@
 //
 // Row strides are in elements, multiples of 8; pointers are 16-byte aligned; the columns of a row are contiguous.
 
+#include "cluster.h"
 #include "portability.h"
 
 namespace {
@@ -36,6 +37,7 @@ constexpr i32 threads = ATTN_RES_THREADS;
 constexpr i32 per_thread = (vectors + threads - 1) / threads;
 constexpr i32 sources = ATTN_RES_BLOCKS + 1;
 constexpr i32 waves = threads / wave_size;
+constexpr bool asynchronous = ATTN_RES_ASYNC, dependent = ATTN_RES_DEPENDENT;
 
 static_assert(columns % (8 * split) == 0, "ATTN_RES_D must be a multiple of 8 * ATTN_RES_SPLIT");
 static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
@@ -122,93 +124,12 @@ K3_DEVICE void keep_packed(u32x4& packed) {
 #endif
 }
 
-// The workgroups of a row: meeting, and leaving a value in the shared memory of each of them.
-#if K3_NVIDIA
-#define ATTN_RES_CLUSTER __cluster_dims__(ATTN_RES_SPLIT, 1, 1)
-K3_DEVICE void cluster_arrive() {
-    if constexpr (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-K3_DEVICE void cluster_wait() {
-    if constexpr (split > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The bytes of an exchange that have arrived here. Barriers of their own: one wait less than meeting, as a write and the
-// word that it is there travel together.
-struct arrivals {
-    u64 barrier;
-};
-K3_DEVICE void expect(arrivals& here, u32 bytes) {
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(&here.barrier));
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-K3_DEVICE void meet(arrivals& here) {
-    if constexpr (split == 1) {
-        barrier();
-    } else if constexpr (ATTN_RES_ASYNC) {
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(&here.barrier));
-        u32 done = 0;
-        while (!done) {
-            asm volatile(
-                "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-                : "=r"(done)
-                : "r"(at)
-                : "memory");
-        }
-    } else {
-        cluster_arrive();
-        cluster_wait();
-    }
-}
-K3_DEVICE u32 address_in(i32 workgroup, u32 here) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(workgroup));
-    return there;
-}
-K3_DEVICE void leave(float* place, float value, arrivals& with) {
-    if constexpr (split == 1) {
-        *place = value;
-    } else {
-        const u32 here = static_cast<u32>(__cvta_generic_to_shared(place));
-        const u32 word = static_cast<u32>(__cvta_generic_to_shared(&with.barrier));
-#pragma unroll
-        for (i32 i = 0; i < split; ++i) {
-            const u32 there = address_in(i, here);
-            if constexpr (ATTN_RES_ASYNC) {
-                asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-                    ::"r"(there), "r"(bit_cast<u32>(value)), "r"(address_in(i, word)) : "memory");
-            } else {
-                asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
-            }
-        }
-    }
-}
-// Programmatic dependent launch: what the kernel before this one wrote may be read after the wait; the kernel after
-// this one may be launched (and wait) after the release.
-K3_DEVICE void wait_for_earlier_kernel() {
-    if constexpr (ATTN_RES_DEPENDENT) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-K3_DEVICE void release_later_kernel() {
-    if constexpr (ATTN_RES_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-#else
-#define ATTN_RES_CLUSTER
-K3_DEVICE void wait_for_earlier_kernel() {}
-K3_DEVICE void release_later_kernel() {}
-K3_DEVICE void cluster_arrive() {}
-K3_DEVICE void cluster_wait() {}
-struct arrivals {};
-K3_DEVICE void expect(arrivals&, u32) {}
-K3_DEVICE void meet(arrivals&) { barrier(); }
-K3_DEVICE void leave(float* place, float value, arrivals&) { *place = value; }
-#endif
-
 K3_DEVICE bool inside(i32 vector) { return vectors % threads == 0 || vector < vectors; }
 
 }  // namespace
 
 K3_KERNEL(ATTN_RES_THREADS)
-ATTN_RES_CLUSTER attn_res_norm(
+K3_CLUSTER(ATTN_RES_SPLIT) attn_res_norm(
     const bf16* b0, const bf16* b1, const bf16* b2, const bf16* b3, const bf16* b4, const bf16* b5, const bf16* b6,
     const bf16* b7, const bf16* b8, const bf16* b9, const bf16* b10, const bf16* b11, const bf16* b12,
     const bf16* b13, const bf16* b14, i32 r0, i32 r1, i32 r2, i32 r3, i32 r4, i32 r5, i32 r6, i32 r7, i32 r8, i32 r9,
@@ -228,8 +149,8 @@ ATTN_RES_CLUSTER attn_res_norm(
     if constexpr (ATTN_RES_ASYNC) {
         if (thread_x() == 0) expect(of_sums, sizeof(wave_sums)), expect(of_squares, sizeof(wave_squares));
     }
-    cluster_arrive();
-    wait_for_earlier_kernel();
+    cluster_arrive<split>();
+    wait_for_earlier_kernel<dependent>();
 
     u32x4 held[sources][per_thread];
     u32x4 added[per_thread];
@@ -291,10 +212,10 @@ ATTN_RES_CLUSTER attn_res_norm(
     // Sums over the row: each wave leaves its own, then every wave adds up all of them.
     i32 index;
     const float sum_of_wave = scattered_wave_sums<2 * half>(partial, index);
-    release_later_kernel();
-    cluster_wait();  // all workgroups of the row have started: their shared memory may be written
-    leave(&wave_sums[place][index], sum_of_wave, of_sums);
-    meet(of_sums);
+    release_later_kernel<dependent>();
+    cluster_wait<split>();  // all workgroups of the row have started: their shared memory may be written
+    leave<split, asynchronous>(&wave_sums[place][index], sum_of_wave, of_sums);
+    meet<split, asynchronous>(of_sums);
 
     // A lane adds up one of the sums, and gets its source's other one from the lane `half` away. The softmax needs no
     // shared memory after this.
@@ -342,8 +263,8 @@ ATTN_RES_CLUSTER attn_res_norm(
             }
         }
         square_of_mix = wave_sum(square_of_mix);
-        if (lane() == 0) leave(&wave_squares[place], square_of_mix, of_squares);
-        meet(of_squares);
+        if (lane() == 0) leave<split, asynchronous>(&wave_squares[place], square_of_mix, of_squares);
+        meet<split, asynchronous>(of_squares);
         float sum = 0.0f;
 #pragma unroll
         for (i32 w = 0; w < split * waves; ++w) sum += wave_squares[w];
