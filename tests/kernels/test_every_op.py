@@ -103,6 +103,7 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (*step, beta, pools[0].transpose(2, 3), None, False, False),
         ],
         "kda_decode": [(*decode, dtype, BF16) for dtype in (FP32, BF16)],
+        "pack_rows": [([square, square[:3], square[:, :WIDTH]], [0, 8, 16], 32), ([w, w[:3]], [0, 8], 16)],
         "attn_res": [(sources, w, square[:1], EPS, mixed)],
         "attn_res_norm": [(x, sources, w, square[:1], EPS, w, EPS, normed)],
         "add_attn_res_norm": [(x, other, sources, w, square[:1], EPS, w, EPS, normed)],
