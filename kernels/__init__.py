@@ -18,6 +18,7 @@ from k3rewrite.kernels import (
     kda_step,
     l2_norm,
     mlp,
+    pack_rows,
     rms_norm,
     route,
     short_conv,
@@ -38,6 +39,7 @@ _FOLDERS = (
     kda_decode,
     attn_res,
     attn_res_norm,
+    pack_rows,
 )
 
 OPS: Mapping[str, Op] = MappingProxyType({op.name: op.register() for folder in _FOLDERS for op in folder.OPS})

@@ -18,6 +18,7 @@ from k3rewrite.passes.lift_mlp import LiftMlpPass
 from k3rewrite.passes.lift_moe import LiftMoePass
 from k3rewrite.passes.lift_rms_norm import LiftRmsNormPass
 from k3rewrite.passes.lift_route import LiftRoutePass
+from k3rewrite.passes.merge_projections import MergeProjectionsPass
 from k3rewrite.passes.reuse_storage import ReuseStoragePass
 from k3rewrite.passes.select import SelectPass
 from k3rewrite.passes.warp_decode_moe import WarpDecodeMoePass
@@ -35,6 +36,7 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     FuseAttnResNormPass,
     FuseBlockWritePass,
     WarpDecodeMoePass,
+    MergeProjectionsPass,
     SelectPass,
     ReuseStoragePass,
 )

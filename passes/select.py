@@ -43,6 +43,8 @@ class SelectPass(Pass):
             target = node.target
             if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
                 continue
+            if target._opname in context.ops and "weight_only" in context.ops[target._opname].traits:
+                continue  # runs once, before the first step
             report.candidates += 1
             where = {"site": node.name, "source": source_line(node), "module": module_path(node)}
             kernel, reason = choose(node, target._opname, context, self.language)

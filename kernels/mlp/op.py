@@ -1,4 +1,5 @@
-"""`k3::mlp`: gate and up projection, gated activation, down projection (dense and shared expert).
+"""`k3::mlp`: gate and up projection, gated activation, down projection (dense and shared expert); `k3::mlp_tail`: what
+follows the first two, where they are computed together with other projections.
 
     silu:  a = silu(g) * u
     situ:  a = [beta * tanh(g / beta) * sigmoid(g)] * [linear_beta * tanh(u / linear_beta)]
@@ -31,8 +32,16 @@ def mlp(
     compute_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """x [..., d], w_gate and w_up [I, d], w_down [d, I], all of one dtype -> [..., d] in that dtype."""
-    gate, up = F.linear(x, w_gate).to(compute_dtype), F.linear(x, w_up).to(compute_dtype)
-    return F.linear(gated_activation(gate, up, activation, beta, linear_beta).to(x.dtype), w_down)
+    return mlp_tail(F.linear(x, w_gate), F.linear(x, w_up), w_down, activation, beta, linear_beta, compute_dtype)
+
+
+def mlp_tail(
+    gate: Tensor, up: Tensor, w_down: Tensor, activation: str, beta: float, linear_beta: float,
+    compute_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """gate and up [..., I] as projected, w_down [d, I], all of one dtype -> [..., d] in that dtype."""
+    activated = gated_activation(gate.to(compute_dtype), up.to(compute_dtype), activation, beta, linear_beta)
+    return F.linear(activated.to(gate.dtype), w_down)
 
 
 def mlp_fake(
@@ -42,6 +51,21 @@ def mlp_fake(
     if activation not in ACTIVATIONS:
         raise ValueError(f"k3::mlp: activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
     return x.new_empty((*x.shape[:-1], w_down.shape[0]))
+
+
+def mlp_tail_fake(
+    gate: Tensor, up: Tensor, w_down: Tensor, activation: str, beta: float, linear_beta: float,
+    compute_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"k3::mlp_tail: activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    return gate.new_empty((*gate.shape[:-1], w_down.shape[0]))
+
+
+def _tail_cost(gate: Tensor, up: Tensor, w_down: Tensor, *rest: object) -> Cost:
+    rows = static_numel(gate) // max(1, size_hint(gate.shape[-1]))
+    written = rows * size_hint(w_down.shape[0]) * gate.element_size()
+    return Cost(2, tensor_bytes(gate, up, w_down), written, 2 * rows * static_numel(w_down))
 
 
 def _cost(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest: object) -> Cost:
@@ -62,4 +86,15 @@ OP = Op(
     cost=_cost,
     traits=frozenset({"row_independent"}),
 )
-OPS = (OP,)
+TAIL = Op(
+    name="mlp_tail",
+    schema=(
+        "(Tensor gate, Tensor up, Tensor w_down, str activation, float beta, float linear_beta, "
+        "ScalarType compute_dtype) -> Tensor"
+    ),
+    reference=mlp_tail,
+    fake=mlp_tail_fake,
+    cost=_tail_cost,
+    traits=frozenset({"row_independent"}),
+)
+OPS = (OP, TAIL)

@@ -67,6 +67,13 @@ def storage_id(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
+def storage_owners(value: torch.Tensor) -> int:
+    """How many tensors live in the storage of `value`, itself included. (Inductor's CUDA graphs count so; 2.1+)"""
+    storage = value.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # the Python object of the storage
+
+
 def definitely_disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two views of one storage are known not to overlap; sizes must be plain integers for a `True`.
 

@@ -22,6 +22,7 @@ from k3rewrite import _torch_private as private
 from k3rewrite.capture import dynamo
 from k3rewrite.capture.constants import note_constants
 from k3rewrite.errors import CaptureError, K3RewriteError
+from k3rewrite.graph.weights import note_weights
 
 AtenCompiler = Callable[["Captured"], Callable[..., Any]]
 
@@ -58,6 +59,7 @@ def lower(module: GraphModule, inputs: Sequence[Any], compiler: AtenCompiler) ->
     def receive(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:
         static = private.static_input_indices()
         note_constants(aten.graph, inputs, static)
+        note_weights(aten.graph, inputs, static)
         return compiler(Captured(aten, tuple(aten_inputs), static))
 
     def refuse(aten: GraphModule, aten_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """From a rewritten graph to a callable.
 
+prologue.py       what depends on weights alone, once before the first step
 decompose.py      expand ops that nobody took, one trace for all equal calls
 splice.py         put a traced body in place of a call
 takeover.py       may a result take the storage of an argument

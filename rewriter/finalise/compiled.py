@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from k3rewrite.errors import ContractError
 from k3rewrite.finalise.hazards import Hazard
 from k3rewrite.finalise.overlap import OverlapCheck
+from k3rewrite.finalise.prologue import Prologue
 from k3rewrite.finalise.reuse_storage import ReuseRecord
 from k3rewrite.graph.storage import StorageMap
 from k3rewrite.report.schema import Decomposed
@@ -28,6 +29,8 @@ class CompiledGraph:
 
     function: Callable[[list[Any]], Any]
     check: OverlapCheck
+    prologue: Prologue = field(default_factory=Prologue)
+    """makes the further inputs that depend on weights alone"""
     apart: tuple[int, ...] = ()
     """outputs that must not be the same object as an earlier one"""
     expanded: list[Decomposed] = field(default_factory=list)
@@ -39,6 +42,8 @@ class CompiledGraph:
     _boxed_call = True
 
     def __call__(self, inputs: list[Any]) -> Any:
+        if self.prologue.packs:
+            self.prologue(inputs)
         if self.check.needed:
             self.check(inputs)
         outputs = self.function(inputs)

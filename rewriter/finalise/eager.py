@@ -17,6 +17,7 @@ from k3rewrite import _torch_private as private
 from k3rewrite.finalise.compiled import CompiledGraph, aliasing_outputs, check_graph
 from k3rewrite.finalise.decompose import decompose
 from k3rewrite.finalise.overlap import OverlapCheck
+from k3rewrite.finalise.prologue import hoist
 from k3rewrite.finalise.reinplace import reinplace
 from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.ops.vocabulary import Op
@@ -41,6 +42,7 @@ def finalise_eager(
         ContractError: the graph does not return a tuple, or an op's fake and reference disagree.
     """
     check_graph(module, example_inputs)
+    prologue, _, static_input_idxs = hoist(module, example_inputs, static_input_idxs)
     check = OverlapCheck(module.graph, static_input_idxs)
     expansion = decompose(module, ops or {}, {})
     eliminate_dead_code(module.graph)
@@ -50,6 +52,7 @@ def finalise_eager(
     return CompiledGraph(
         function=module.forward,
         check=check,
+        prologue=prologue,
         apart=aliasing_outputs(module),
         expanded=expansion.records,
         in_place=written,

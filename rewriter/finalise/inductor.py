@@ -1,6 +1,7 @@
 """Finalise a graph with Inductor: what no kernel of ours took is compiled by `compile_fx_inner`.
 
-    expand ops -> pin reads before writes -> mark roundings, outputs and strides -> compile_fx_inner
+    take out what runs once -> expand ops -> pin reads before writes -> mark roundings, outputs and strides
+    -> compile_fx_inner
 
 Roundings: Inductor drops the cast down and up between two low-precision operators. By default they are kept, so that a
 compiled model rounds where the eager one does; switching that off changes rounding and is a policy of the pipeline.
@@ -20,6 +21,7 @@ from k3rewrite.finalise.compiled import CompiledGraph, aliasing_outputs, check_g
 from k3rewrite.finalise.decompose import decompose
 from k3rewrite.finalise.hazards import keep_reads_before_writes
 from k3rewrite.finalise.overlap import OverlapCheck
+from k3rewrite.finalise.prologue import hoist
 from k3rewrite.finalise.splice import add_eager_input_values
 from k3rewrite.graph import effects
 from k3rewrite.graph.purity import eliminate_dead_code
@@ -56,6 +58,7 @@ def finalise_inductor(
         raise UnsupportedError(
             "no input of the graph is on a CUDA device", place="cuda_graphs", remedy="leave CUDA graphs off"
         )
+    prologue, example_inputs, static_input_idxs = hoist(module, example_inputs, static_input_idxs)
     check = OverlapCheck(module.graph, static_input_idxs)
     mode = private.graph_fake_mode(module.graph) or private.detect_fake_mode(example_inputs)
     if keep_roundings:
@@ -83,6 +86,7 @@ def finalise_inductor(
     return CompiledGraph(
         function=compiled,
         check=check,
+        prologue=prologue,
         apart=apart,
         expanded=expansion.records,
         hazards=hazards,

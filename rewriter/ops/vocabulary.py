@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -71,6 +71,9 @@ class Op:
     """Asked before a result takes over an argument of which another argument is a view: None if what is read through
     that view is never what is written, else the reason. It gets parameter name -> fake tensor or scalar; tensors that
     share storage are given as views of each other, so that offsets and strides can be compared."""
+    parts: Callable[..., Sequence[torch.Tensor]] | None = None
+    """Of a `weight_only` op: where in its result the weights are, as views of it. It gets the result and the arguments;
+    the views are in the order of the weights. With them the op is run once and the weights live on in its result."""
     base: Op | None = None
     """the op that this is another form of: what a kernel was bound to, what an in-place variant was made from"""
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -23,7 +24,7 @@ from k3rewrite.graph.provenance import UNKNOWN_SOURCE, module_path, source_line
 from k3rewrite.graph.purity import PurityIndex, aliases_of, effect, is_view, writes
 from k3rewrite.graph.shapes import metadata_difference
 from k3rewrite.graph.storage import StorageMap
-from k3rewrite.graph.strides import strides_unseen
+from k3rewrite.graph.strides import NeedsStrides, strides_unseen, with_strides
 from k3rewrite.patterns.bindings import Match, describe
 from k3rewrite.patterns.pattern import OPERATORS
 from k3rewrite.patterns.rule import Builder, Policy, Refusal, Rule
@@ -41,6 +42,8 @@ class Rewrite:
     made: tuple[Node, ...]
     old: Mapping[str, Node]
     new: Mapping[str, Node]
+    views: dict[Node, Any] = field(default_factory=dict)
+    """new values of views whose source is laid out in another way"""
 
 
 def apply_rule(
@@ -66,14 +69,12 @@ def apply_rule(
         for match in matches:
             outcome = _try(rule, match, graph, allow_changes_rounding, verify, writers)
             if isinstance(outcome, Rewrite):
-                replaced_by = outcome.new["root"]
+                replaced_by = rule.describe(match, outcome.new)
                 policy = rule.policy_of(match).value
                 _replace(outcome, graph, claimed, f"the site at {where['site']}")
                 writers.extend(n for n in outcome.made if writes(n))
                 report.matched += 1
-                report.sites.append(
-                    Site(replaced_by=replaced_by.name, policy=policy, verified=verify is not None, **where)
-                )
+                report.sites.append(Site(replaced_by=replaced_by, policy=policy, verified=verify is not None, **where))
                 break
             objections.append(outcome)
         else:
@@ -318,13 +319,25 @@ def _contract(rewrite: Rewrite) -> Refusal | None:
             return Refusal(f"the rule builds no replacement for '{name}'", old)
         before, after = old.meta["val"], rewrite.new[name].meta["val"]
         difference = metadata_difference(before, after)
-        if difference and not (difference.startswith("stride ") and strides_unseen(old, after, rewrite.match.nodes)):
+        if difference is None and not rewrite.rule.may_move_strides:
+            continue
+        if difference and not difference.startswith("stride "):
+            return Refusal(f"contract: output '{name}': {difference}", old)
+        if rewrite.rule.may_move_strides:
+            try:
+                inside, objection = rewrite.match.nodes, rewrite.rule.reader_objection
+                rewrite.views.update(with_strides(old, after, inside, objection))
+            except NeedsStrides as reader:
+                return Refusal(f"contract: output '{name}': {reader.reason}", reader.node)
+        elif not strides_unseen(old, after, rewrite.match.nodes):
             return Refusal(f"contract: output '{name}': {difference}", old)
     return None
 
 
 def _replace(rewrite: Rewrite, graph: Graph, claimed: dict[Node, str], label: str) -> None:
     made = set(rewrite.made)
+    for view, value in rewrite.views.items():
+        view.meta["val"] = value
     for name, old in rewrite.old.items():
         old.replace_all_uses_with(rewrite.new[name], delete_user_cb=lambda user: user not in made)
     for node in sorted({*rewrite.match.nodes, *rewrite.old.values()}, reverse=True):

@@ -47,7 +47,8 @@ class Policy(str, Enum):
 @dataclass(frozen=True)
 class Refusal:
     """Why a match is not rewritten; `node` is the place that decides it, `built` says that the replacement was there
-    and was turned down (contract, storage, `Rule.accept`), `declined` that it was by `Rule.accept`."""
+    and was turned down (contract, storage, `Rule.accept`), `declined` that it was by `Rule.accept`. A rule that knows
+    so without building sets both."""
 
     reason: str
     node: Node | None = None
@@ -139,6 +140,9 @@ class Rule(ABC):
     reach: ClassVar[int] = 6
     exposable: ClassVar[frozenset[str]] = frozenset()
     """names of inner values that may have users outside of the match: the replacement returns them too"""
+    may_move_strides: ClassVar[bool] = False
+    """whether a replacement may be laid out in another way than what it replaces, where every reader can do with that
+    (`graph/strides.py`)"""
 
     def __init__(self) -> None:
         if not self.examples() or not self.counterexamples():
@@ -169,6 +173,15 @@ class Rule(ABC):
     @abstractmethod
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
         """New nodes by name: "root" and every name in `exposed`."""
+
+    def reader_objection(self, reader: Node, value_of: Callable[[Node], Any]) -> str | None:
+        """Why a reader of a result cannot do with other strides though its op could, or None. `value_of` gives the
+        value that an argument would have."""
+        return None
+
+    def describe(self, match: Match, new: Mapping[str, Node]) -> str:
+        """What stands there now, for the report."""
+        return new["root"].name
 
     def accept(self, match: Match, new: Mapping[str, Node]) -> Refusal | None:
         """A last condition, on the nodes that `build` has made: None, or why they are taken away again. The site then

@@ -73,6 +73,7 @@ FAKE_PASSES = (
     Fuse,
     plain("fuse_block_write"),
     Warp,
+    plain("merge_projections"),
     plain("select"),
     plain("reuse_storage"),
 )

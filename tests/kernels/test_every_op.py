@@ -74,6 +74,7 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (x, square, square, square, "silu", 0.0, 0.0, FP32),
             (x, square[:4], square[4:], square[:, ::2], "situ", 4.0, 25.0, FP32),
         ],
+        "mlp_tail": [(x, other, square, "silu", 0.0, 0.0, FP32), (x, x, square[:4], "situ", 4.0, 25.0, FP32)],
         "route": [
             (logits, torch.randn(16), 4, "sigmoid", True, 1e-20, 2.5, True, FP32, FP32),
             (logits.to(BF16), None, 3, "softmax", False, 0.0, 1.0, False, FP32, BF16),
@@ -103,6 +104,7 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (*step, beta, pools[0].transpose(2, 3), None, False, False),
         ],
         "kda_decode": [(*decode, dtype, BF16) for dtype in (FP32, BF16)],
+        "pack_rows": [([square, square[:3], square[:, :WIDTH]], [0, 8, 16], 32), ([w, w[:3]], [0, 8], 16)],
         "attn_res": [(sources, w, square[:1], EPS, mixed)],
         "attn_res_norm": [(x, sources, w, square[:1], EPS, w, EPS, normed)],
         "add_attn_res_norm": [(x, other, sources, w, square[:1], EPS, w, EPS, normed)],

@@ -49,6 +49,7 @@ SHIPPED_PASSES = (
     "fuse_attn_res_norm",
     "fuse_block_write",
     "warp_decode_moe",
+    "merge_projections",
     "select",
     "reuse_storage",
 )
