@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def compiled(model: nn.Module, how: str = "eager") -> tuple[Callable[[Tensor], Tensor], Backend]:
-    backend = Backend({"finalise": how, "target": "cpu"})
+    backend = Backend({"finalise": how, "target": "cpu", "pipeline": "base"})
     return torch.no_grad()(torch.compile(model, backend=backend, fullgraph=True)), backend
 
 
@@ -99,7 +99,7 @@ def test_layers_that_share_one_graph_have_a_stack_each(moves: list[Pack]) -> Non
     """Their weights are inputs of one compiled function: none may land in the memory of another's."""
     layers = [Net() for _ in range(3)]
     values = [[p.detach().clone() for p in layer.parameters()] for layer in layers]
-    backend = Backend({"finalise": "eager", "target": "cpu"})
+    backend = Backend({"finalise": "eager", "target": "cpu", "pipeline": "base"})
     runs = [torch.no_grad()(torch.compile(layer, backend=backend, fullgraph=True)) for layer in layers]
     for _ in range(2):
         for layer, run in zip(layers, runs, strict=True):

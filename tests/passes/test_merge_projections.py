@@ -114,7 +114,7 @@ def test_a_whole_step_of_kimi_k3_is_as_near_to_fp64_as_eager() -> None:
 def test_every_site_of_kimi_k3_against_what_it_replaces() -> None:
     config = KimiK3Config.tiny().with_layers(4)
     model, arguments, _ = build_kimi_k3(config, phase="decode", batch=3)
-    backend = Backend({"target": "cpu", "verify": "regions", "finalise": "eager"})
+    backend = Backend({"target": "cpu", "verify": "regions", "finalise": "eager", "pipeline": "base"})
     with torch.no_grad():
         torch.compile(model, backend=backend, fullgraph=True)(*arguments)
     sites = next(p for p in backend.reports[0].passes if p.name == "merge_projections").sites
@@ -123,7 +123,7 @@ def test_every_site_of_kimi_k3_against_what_it_replaces() -> None:
 
 def test_another_batch_is_one_more_graph_on_the_same_stacks() -> None:
     config = KimiK3Config.tiny().with_layers(4)
-    backend = Backend({"finalise": "eager"})
+    backend = Backend({"finalise": "eager", "pipeline": "base"})
     model, _, _ = build_kimi_k3(config, phase="decode", batch=2, dtype=torch.float32)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     places = []
@@ -152,7 +152,7 @@ def test_llama_as_transformers_has_it() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     tokens = torch.randint(0, 128, (2, 5))
-    backend = Backend({"target": "cpu", "finalise": "eager", "verify": "all"})
+    backend = Backend({"target": "cpu", "finalise": "eager", "verify": "all", "pipeline": "base"})
     with torch.no_grad():
         expected = model(tokens, use_cache=False).logits
         got = torch.compile(model, backend=backend, fullgraph=True)(tokens, use_cache=False).logits
