@@ -17,8 +17,9 @@ KNOWN = {cls.name: cls for cls in ALL_PASSES}
 def test_every_pass_of_the_package_is_in_it_in_a_legal_order(name: str) -> None:
     names = names_of_command("kimi-k3")
     config = load_pipeline(name, known_passes=KNOWN, known_targets=known_targets(), known_names=names)
-    assert [entry.name for entry in config.passes] == list(KNOWN)
-    assert len(build_passes(config, KNOWN)) == len(KNOWN)
+    wanted = [each for each in KNOWN if (name, each) != ("default", "merge_projections")]  # it moves weights
+    assert [entry.name for entry in config.passes] == wanted
+    assert len(build_passes(config, KNOWN)) == len(wanted)
 
 
 def test_kimi_k3_says_how_many_fusions_it_expects() -> None:
