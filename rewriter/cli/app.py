@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -83,9 +82,9 @@ def compile_(
     target: Annotated[str | None, typer.Option(help="See `k3rewrite targets`; wins over the pipeline's.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor parallel ranks; wins over the pipeline's.")] = None,
     rank: Annotated[int, typer.Option(help="The rank to compile for.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder in which the run gets a fresh folder run-NNN.")] = Path(
-        "k3rewrite-runs"
-    ),
+    out: Annotated[
+        str, typer.Option(help="Folder in which the run gets a fresh folder run-NNN.", metavar="PATH")
+    ] = "k3rewrite-runs",
     verify: Annotated[
         str | None, typer.Option(help="none, regions, end-to-end or all; wins over the pipeline's.")
     ] = None,
@@ -122,7 +121,7 @@ def compile_(
 @main.command()
 def explain(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of several (the latest counts).")
+        str, typer.Argument(metavar="RUN", help="A run folder, or the folder of several (the latest counts).")
     ],
     pass_name: Annotated[str | None, typer.Option("--pass", help="One pass, with every site.")] = None,
 ) -> None:

@@ -43,6 +43,9 @@ DEFAULT_CONTEXT: Mapping[str, int] = {"decode": 64, "verify": 64, "prefill": 0}
 MAX_TOKENS = 1 << 20
 """Longest sequence of the published model (`max_position_embeddings`)."""
 
+SHOWN_PATH = 300
+"""characters that a message shows of a path that is none, which may be thousands long"""
+
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -192,7 +195,7 @@ def resolve_request(
     return CompileRequest(
         model=model,
         pipeline=loaded,
-        out=_check_out(Path(out)),
+        out=_check_out(out),
         config=config,
         layers=layers,
         phase=phase,  # type: ignore[arg-type]  # check_choice returns one of PHASES
@@ -227,7 +230,11 @@ def _check_config(config: str | None, own_model: bool) -> str:
     if config in kimi_k3.CONFIGS:
         return config
     if config.endswith(".json") or os.sep in config:
-        if not Path(config).is_file():
+        try:
+            is_file = Path(config).is_file()
+        except (OSError, ValueError) as error:  # a folder that may not be entered, a name that is too long
+            raise _no_path(config, error, "--config", "give the path of a file that can be read") from None
+        if not is_file:
             raise ConfigError(f"no file '{config}'", place="--config", remedy="check the path")
         return config
     raise ConfigError(
@@ -237,8 +244,15 @@ def _check_config(config: str | None, own_model: bool) -> str:
     )
 
 
-def _check_out(out: Path) -> Path:
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+def _check_out(given: Path | str) -> Path:
+    """`Path("")` is the current folder, so an empty text is seen only before it becomes a path."""
+    if not str(given):
+        raise ConfigError("no folder is named", place="--out", remedy="give a folder, '.' for the current one")
+    out = Path(given)
+    try:
+        existing = next(folder for folder in (out, *out.absolute().parents) if _is_there(folder))
+    except (OSError, ValueError) as error:  # a folder that may not be entered, a name that is too long
+        raise _no_path(out, error, "--out", "give a folder that can be written") from None
     if not existing.is_dir():
         raise ConfigError(
             f"'{existing}' is a file", place="--out", remedy="give a folder; each run makes a fresh one in it"
@@ -246,6 +260,21 @@ def _check_out(out: Path) -> Path:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"'{existing}' cannot be written", place="--out", remedy="give a folder that can")
     return out
+
+
+def _is_there(path: Path) -> bool:
+    """`Path.exists`, which says False of a path that cannot be looked at in some versions of Python only."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _no_path(path: Path | str, error: Exception, flag: str, remedy: str) -> ConfigError:
+    shown = str(path)
+    shown = shown if len(shown) <= SHOWN_PATH else f"{shown[:SHOWN_PATH]}..."
+    return ConfigError(f"'{shown}' cannot be used: {getattr(error, 'strerror', error)}", place=flag, remedy=remedy)
 
 
 def _whole(flag: str, value: int, low: int, high: int) -> int:

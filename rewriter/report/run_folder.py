@@ -40,9 +40,9 @@ class RunFolder:
                 except FileExistsError:
                     continue
                 return RunFolder(path)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # also a path with a zero byte, which is none
             raise ConfigError(
-                f"no run folder can be made: {error.strerror}",
+                f"no run folder can be made: {getattr(error, 'strerror', error)}",
                 place=str(out),
                 remedy="give a folder that can be written",
             ) from None
@@ -50,6 +50,8 @@ class RunFolder:
     @staticmethod
     def find(run: Path | str) -> RunFolder:
         """The folder of an existing run: given itself, by its report.json, or the latest of the runs in a folder."""
+        if not str(run):  # as a path it would be the current folder
+            raise ConfigError("no run is named", place="RUN", remedy="give a run folder, or the folder of several runs")
         path = Path(run)
         try:
             path.exists()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,41 @@ from k3rewrite.passes import PASSES
 from k3rewrite.targets import known_targets, load_target
 
 
-@pytest.mark.parametrize("flag", ["phase", "dtype", "verify", "config", "target", "pipeline"])
+@pytest.mark.parametrize("flag", ["phase", "dtype", "verify", "config", "target", "pipeline", "out"])
 def test_an_empty_flag_is_no_default(flag: str) -> None:
     """As a shell gives it for a variable that is not set."""
     with pytest.raises(ConfigError):
         resolve_request(model="kimi-k3", known_passes=PASSES, known_targets=known_targets(), **{flag: ""})  # type: ignore[arg-type]
+
+
+def _refused(**settings: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve_request(model="kimi-k3", known_passes=PASSES, known_targets=known_targets(), **settings)  # type: ignore[arg-type]
+    assert caught.value.exit_code == 2 and caught.value.remedy
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["out", "config"])
+def test_a_name_that_is_too_long(flag: str, tmp_path: Path) -> None:
+    message = _refused(**{flag: f"{tmp_path}/{'x' * 5000}.json"})
+    assert message.startswith(f"--{flag}: '") and "cannot be used: File name too long" in message and len(message) < 500
+
+
+@pytest.mark.parametrize("flag", ["out", "config"])
+def test_a_folder_that_may_not_be_entered(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = Path.stat
+
+    def stat(path: Path, **settings: Any) -> Any:
+        if path.parent.name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, **settings)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(Path, "exists", lambda path: bool(stat(path)))  # as in versions of Python that ask `stat`
+    monkeypatch.setattr(Path, "is_file", lambda path: bool(stat(path)))
+    message = _refused(**{flag: "closed/a.json"})
+    assert message.startswith(f"--{flag}: 'closed/a.json' cannot be used: Permission denied\n  remedy: ")
 
 
 def _pipeline(tmp_path: Path, text: str) -> str:

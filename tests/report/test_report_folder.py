@@ -63,6 +63,19 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(folder.path.iterdir()) == []
 
 
+def test_an_empty_text_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be the current folder, which may hold runs."""
+    monkeypatch.chdir(tmp_path)
+    RunFolder.create(tmp_path).write_report(RunReport(RunInfo("one")))
+    with pytest.raises(ConfigError, match="no run is named"):
+        RunFolder.find("")
+
+
+def test_a_path_with_a_zero_byte(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run folder can be made"):
+        RunFolder.create(f"{tmp_path}/a\0b")
+
+
 def test_graph_names_are_safe(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path)
     assert folder.write_graph(3, "lift_mlp", "txt", "x").relative_to(folder.path).as_posix() == "graphs/03-lift_mlp.txt"
