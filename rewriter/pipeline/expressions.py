@@ -37,6 +37,7 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_DIVISIONS = (ast.Div, ast.FloorDiv, ast.Mod)
 _ORDER: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -80,6 +81,16 @@ class Expression:
             raise ConfigError(
                 f"unknown name '{name}' in {self.text!r}", place=self.place, remedy=did_you_mean(name, known)
             )
+
+    def check_constants(self) -> None:
+        """`ConfigError` for a part that fails whatever the names stand for: `1 // 0`, `tp % 0`, `'a' < 1`."""
+        if not self.names:
+            self.holds({})
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.expr) and _is_constant(node):
+                self._value(node, {})
+            elif isinstance(node, ast.BinOp) and type(node.op) in _DIVISIONS and _is_constant(node.right):
+                self._value(ast.BinOp(ast.Constant(1), node.op, node.right), {})
 
     def evaluate(self, names: Mapping[str, Value]) -> Value:
         """The value. `ConfigError` for an unknown name, operands of the wrong kind, a division by zero."""
@@ -180,6 +191,10 @@ def _check(tree: ast.expr, text: str, place: str) -> None:
                 f"{_describe(node)} is not allowed in {text!r}", place=place, remedy=f"use only {ALLOWED}"
             )
         pending.extend((child, depth + 1) for child in ast.iter_child_nodes(node))
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return not any(isinstance(part, ast.Name) for part in ast.walk(node))
 
 
 def _allowed(node: ast.AST) -> bool:

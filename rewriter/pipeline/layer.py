@@ -226,7 +226,7 @@ def _entry(name: str, place: str, item: Item, pass_class: type, problems: Proble
         if isinstance(settings.get(key), str) and key in ("expect", "when"):
             expression = settings.pop(key)  # one that cannot be read is reported here, and no more
             with problems.catch():
-                (parse_expect if key == "expect" else parse_when)(expression, value.place)
+                (parse_expect if key == "expect" else parse_when)(expression, value.place).check_constants()
                 settings[key] = expression
     if "before" in settings and "after" in settings:
         problems.add(f"'{name}' has both 'before' and 'after'", item.keys["after"], "give one of them")

@@ -28,12 +28,13 @@ def merge(layers: list[Layer], known_passes: Mapping[str, type], problems: Probl
     sections: dict[str, dict[str, Any]] = {key: {} for key in SECTIONS}
     places: dict[str, str] = {}
     order: list[Entry] = []
+    moves: dict[str, str] = {}
     for layer in layers:
         plain.update(layer.plain)
         places.update(layer.places)
         for key, given in layer.sections.items():
             sections[key].update(given)
-        placed = [entry for entry in layer.entries if _merge_entry(order, entry, problems)]
+        placed = [entry for entry in layer.entries if _merge_entry(order, entry, moves, problems)]
         _check_places(order, placed, problems)
     settings: dict[str, Any] = {}
     for key, cls in SECTIONS.items():
@@ -51,11 +52,12 @@ def merge(layers: list[Layer], known_passes: Mapping[str, type], problems: Probl
                 places["dump"],
                 did_you_mean(name, [p.name for p in passes]),
             )
-    return PipelineConfig(passes=passes, **plain, **settings)
+    return PipelineConfig(passes=passes, moves=moves, **plain, **settings)
 
 
-def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> bool:
-    """Put an entry into the order, or take it out; False if the place that it names is none."""
+def _merge_entry(order: list[Entry], entry: Entry, moves: dict[str, str], problems: Problems) -> bool:
+    """Put an entry into the order, or take it out, and note in `moves` where that is said; False if the place that it
+    names is none."""
     names = [known.name for known in order]
     at = names.index(entry.name) if entry.name in names else None
     if entry.off:
@@ -65,6 +67,7 @@ def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> bool:
             )
         else:
             del order[at]
+            _note_move(moves, entry.name, entry.place)
         return True
     anchor = entry.settings.get("before") or entry.settings.get("after")
     if at is not None:
@@ -75,6 +78,10 @@ def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> bool:
             order[at] = entry
             return True
         del order[at], names[at]
+    if anchor is not None:
+        _note_move(moves, entry.name, entry.places["before" if "before" in entry.settings else "after"])
+    elif entry.name in moves:  # taken out before, and now at the end
+        _note_move(moves, entry.name, entry.place)
     if anchor is None:
         order.append(entry)
     elif anchor in names:
@@ -87,6 +94,12 @@ def _merge_entry(order: list[Entry], entry: Entry, problems: Problems) -> bool:
         order.append(entry)
         return False
     return True
+
+
+def _note_move(moves: dict[str, str], name: str, place: str) -> None:
+    """The latest move stands last."""
+    moves.pop(name, None)
+    moves[name] = place
 
 
 def _check_places(order: list[Entry], entries: Iterable[Entry], problems: Problems) -> None:

@@ -52,7 +52,7 @@ def build_passes(config: PipelineConfig, known: Mapping[str, type[Pass]]) -> lis
             absent = needed not in {other.name for other in config.passes}
             raise ConfigError(
                 f"pass '{entry.name}' requires '{needed}' before it{', and the pipeline has none' if absent else ''}",
-                place=entry.place or None,
+                place=_cause(config, entry, needed) or None,
                 remedy=f"set '{entry.name}: off' too, or put '{needed}' before it"
                 if absent
                 else f"put '{needed}' earlier into the pipeline",
@@ -60,6 +60,14 @@ def build_passes(config: PipelineConfig, known: Mapping[str, type[Pass]]) -> lis
         seen.add(entry.name)
         built.append((made, entry))
     return built
+
+
+def _cause(config: PipelineConfig, entry: PassConfig, needed: str) -> str:
+    """Where the order became wrong: the line that took the needed pass out, or the one that moved one of the two last.
+    The line that names the pass may be in a shipped file, which is not what is to be corrected."""
+    present = {other.name for other in config.passes}
+    suspects = (entry.name, needed) if needed in present else (needed,)
+    return next((place for name, place in reversed(config.moves.items()) if name in suspects), entry.place)
 
 
 def run_pipeline(

@@ -85,7 +85,8 @@ class PassConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """A whole pipeline. `name` and `extends` (from the base to the nearest parent) only say where it came from."""
+    """A whole pipeline. `name` and `extends` (from the base to the nearest parent) only say where it came from, and
+    `moves` where passes were taken out or moved ("file.yaml:12" by name of the pass, the latest last)."""
 
     passes: tuple[PassConfig, ...] = ()
     target: str = AUTO_TARGET
@@ -98,6 +99,7 @@ class PipelineConfig:
     version: int = VERSION
     name: str = field(default="", compare=False)
     extends: tuple[str, ...] = field(default=(), compare=False)
+    moves: dict[str, str] = field(default_factory=dict, compare=False)
 
     def override(
         self,

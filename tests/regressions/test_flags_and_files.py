@@ -69,6 +69,45 @@ def test_an_expression_that_cannot_be_read_is_one_problem(tmp_path: Path) -> Non
     assert str(caught.value).count("is not an expression") == 1
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("expect: '== 1 // 0'", "'== 1 // 0': integer division or modulo by zero"),
+        ("expect: '== candidates % (2 - 2)'", "by zero"),
+        ("when: '1 % 0 == 0'", "by zero"),
+        ("when: 'tp > 1 and tp / 0 == 1'", "division by zero"),
+        ("when: '3'", "'3' gives 3, not true or false"),
+        ("when: tp == 1 or 'a' < 1", "compares 'a' with 1"),
+    ],
+)
+def test_an_expression_that_fails_in_every_run(setting: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_pipeline(_pipeline(tmp_path, f"  - lift_mlp: {{{setting}}}"))
+    assert f"{tmp_path}/p.yaml:4: " in str(caught.value) and message in str(caught.value)
+
+
+def test_an_expression_that_divides_by_a_name_may_hold(tmp_path: Path) -> None:
+    assert check_pipeline(_pipeline(tmp_path, "  - lift_mlp: {expect: '== n_layers // tp', when: 'tp % 2 == 1 - 0'}"))
+
+
+@pytest.mark.parametrize(
+    ("passes", "line"),
+    [
+        (["lift_mlp", "lift_rms_norm: off"], 5),
+        (["lift_rms_norm: {after: lift_mlp}"], 4),
+        (["lift_gated_rms_norm: {before: lift_rms_norm}"], 4),
+        (["lift_rms_norm: {expect: '>= 0'}", "lift_gated_rms_norm: {before: canonicalise}"], 5),
+    ],
+)
+def test_a_pass_that_another_one_needs_is_taken_away(passes: list[str], line: int, tmp_path: Path) -> None:
+    """The line that did so is named, and not that of the shipped file which names the other one."""
+    with pytest.raises(ConfigError) as caught:
+        check_pipeline(_pipeline(tmp_path, "\n".join(f"  - {entry}" for entry in passes)))
+    assert str(caught.value).startswith(
+        f"{tmp_path}/p.yaml:{line}: pass 'lift_gated_rms_norm' requires 'lift_rms_norm'"
+    )
+
+
 def test_on_miss_of_a_pass_that_binds_no_kernels(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"p\.yaml:4: the pass 'lift_mlp' binds no kernels, so 'on_miss'"):
         check_pipeline(_pipeline(tmp_path, "  - lift_mlp: {on_miss: error}"))
