@@ -23,6 +23,7 @@ from k3rewrite.checks.precise import DecisionInterpreter
 from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.patterns.rewrite import Rewrite, SiteCheck
 from k3rewrite.patterns.rule import Refusal
+from k3rewrite.report.run_folder import unwritable
 
 SCALES = (1.0, 2.0**-10, 32.0)
 """sizes of the random inputs: an epsilon shows with small ones, a saturation with large ones"""
@@ -54,11 +55,8 @@ def region_check(folder: Path | None = None) -> SiteCheck:
                 reason = _difference(name, a, b, exact)
                 if reason:
                     if folder is not None:
-                        folder.mkdir(parents=True, exist_ok=True)
-                        torch.save(
-                            {"inputs": values, "old": old_values, "new": new_values, "exact": exact_values},
-                            folder / f"{rewrite.rule.name}-{rewrite.old['root'].name}.pt",
-                        )
+                        tensors = {"inputs": values, "old": old_values, "new": new_values, "exact": exact_values}
+                        _keep(tensors, folder, f"{rewrite.rule.name}-{rewrite.old['root'].name}.pt")
                     return Refusal(f"verification (inputs of size {scale:g}): {reason}", rewrite.old["root"])
                 if _judgeable(a, b, exact):
                     unjudged.discard(name)
@@ -67,6 +65,14 @@ def region_check(folder: Path | None = None) -> SiteCheck:
         return None
 
     return check
+
+
+def _keep(tensors: dict[str, Any], folder: Path, file: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(tensors, folder / file)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the second
+        raise unwritable(folder, file, error) from None
 
 
 def compare(name: str, old: Any, new: Any, exact: Any) -> str | None:

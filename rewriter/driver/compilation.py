@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ from k3rewrite.report.dump import Dumper, trace_report
 from k3rewrite.report.run_folder import RunFolder
 from k3rewrite.report.schema import EndToEnd, PassReport, RunReport
 from k3rewrite.targets import Target, machine_arch
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
@@ -70,6 +73,8 @@ class Compilation:
     folder: RunFolder | None = None
     run: bool = True
     progress: Progress = lambda text: None
+    _lost: bool = field(default=False, init=False)
+    """whether it was said that the report cannot be written"""
 
     def __post_init__(self) -> None:
         self.passes = build_passes(self.pipeline, PASSES)
@@ -94,20 +99,34 @@ class Compilation:
     def __call__(self, captured: Captured) -> Callable[..., Any]:
         """The compiled function of a captured graph, which is changed. The report is written also on an error."""
         try:
-            return self._compile(captured)
+            compiled = self._compile(captured)
         except Rewritten:
+            self.write_report()
             raise
         except K3RewriteError as error:
             self.failed(error)
             raise
-        finally:
-            self.write_report()
+        except BaseException:
+            self.keep_report()
+            raise
+        self.write_report()
+        return compiled
 
     def failed(self, error: K3RewriteError) -> None:
         """Note what ended the compilation, also before or after it got the captured graph, or its first call."""
         self.report.error = str(error)
         error.report = self.report
-        self.write_report()
+        self.keep_report(error)
+
+    def keep_report(self, cause: K3RewriteError | None = None) -> None:
+        """Write report.json while an error is on its way, whose place one of the writing must not take."""
+        try:
+            self.write_report()
+        except K3RewriteError as error:
+            # A cause with the same place is the full disk itself, and `failed` may be told of one error twice.
+            if (cause is None or cause.place != error.place) and not self._lost:
+                _log.warning("the report of a run that failed is not complete: %s", error)
+            self._lost = True
 
     def write_report(self) -> None:
         """Write report.json (again: a run adds to it)."""
@@ -175,8 +194,16 @@ class Compilation:
 
     def _verified(self, result: EndToEnd) -> None:
         self.report.end_to_end = result
-        self.write_report()
+        if result.passed:  # else `failed` is called with the error, and writes
+            self.write_report()
 
-    def _called(self, emission: Emission, runs: set[Run]) -> None:
-        emission.note_runs(runs)
-        self.write_report()
+    def _called(self, emission: Emission, runs: set[Run], ended_well: bool) -> None:
+        try:
+            emission.note_runs(runs)
+        except K3RewriteError:
+            if ended_well:
+                raise
+        if ended_well:
+            self.write_report()
+        else:
+            self.keep_report()

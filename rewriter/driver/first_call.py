@@ -11,11 +11,11 @@ from k3rewrite.ops.runs import Run, watching
 
 @dataclass
 class WatchedFirstCall:
-    """A boxed function as AOTAutograd expects it. `done` gets what ran when the first call has ended, also with an
-    error; later calls cost no more than a look at a flag."""
+    """A boxed function as AOTAutograd expects it. `done` gets what ran when the first call has ended, and whether
+    it ended without an error; later calls cost no more than a look at a flag."""
 
     function: Callable[[list[Any]], Any]
-    done: Callable[[set[Run]], None]
+    done: Callable[[set[Run], bool], None]
     called: bool = field(default=False, init=False)
 
     _boxed_call = True
@@ -26,6 +26,9 @@ class WatchedFirstCall:
         self.called = True
         with watching() as runs:
             try:
-                return self.function(inputs)
-            finally:
-                self.done(runs)
+                result = self.function(inputs)
+            except BaseException:
+                self.done(runs, False)
+                raise
+        self.done(runs, True)
+        return result

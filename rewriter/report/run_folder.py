@@ -5,6 +5,7 @@ DIR/run-001/   report.json  pipeline.yaml  graphs/03-lift_mlp.txt  graphs/03-lif
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -90,24 +91,22 @@ class RunFolder:
         return found
 
     def write(self, relative: str, content: str | bytes, *, replace: bool = False) -> Path:
-        """Write `content` to a file of this run, given with forward slashes. `FileExistsError` unless `replace`."""
+        """Write `content` to a file of this run, given with forward slashes. `FileExistsError` unless `replace`.
+
+        `ConfigError` names the folder if it cannot be written: a full disk, say.
+        """
         parts = PurePosixPath(relative).parts
         if not parts or ".." in parts or PurePosixPath(relative).is_absolute():
             raise ValueError(f"'{relative}' does not lie in the run folder")
         path = self.path.joinpath(*parts)
         if path.exists() and not replace:
             raise FileExistsError(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         data = content.encode() if isinstance(content, str) else content
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.chmod(temporary, 0o644)  # mkstemp makes files for their owner only
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_whole(path, data)
+        except OSError as error:
+            raise unwritable(self.path, relative, error) from None
         return path
 
     def write_graph(self, index: int, pass_name: str, suffix: str, text: str) -> Path:
@@ -131,6 +130,28 @@ class RunFolder:
         report = RunReport.from_json(text, place=str(place))
         report.folder = self.path
         return report
+
+
+def unwritable(folder: Path, file: str, error: Exception) -> ConfigError:
+    """The error for a file of a run that cannot be written."""
+    return ConfigError(
+        f"'{file}' cannot be written: {getattr(error, 'strerror', None) or error}",
+        place=str(folder),
+        remedy="make room there, or give a folder that can be written",
+    )
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)  # mkstemp makes files for their owner only
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what failed first is what counts
+            os.unlink(temporary)
+        raise
 
 
 def safe_name(name: str) -> str:

@@ -14,8 +14,8 @@ from small_graphs import Hand, LineRule, aten, reasons, rewritten, traced
 from torch.fx import GraphModule, Node
 
 from k3rewrite import _torch_private as private
-from k3rewrite.checks.regions import compare, random_value, region_check
-from k3rewrite.errors import VerificationError
+from k3rewrite.checks.regions import _keep, compare, random_value, region_check
+from k3rewrite.errors import ConfigError, VerificationError
 from k3rewrite.patterns import Builder, Item, Match, Var, call
 from k3rewrite.patterns.rewrite import apply_rule
 from k3rewrite.report.schema import PassReport
@@ -236,3 +236,12 @@ def test_compare_of_what_is_no_tensor() -> None:
     assert compare("p", pair, pair, [torch.ones(2).double(), pair[1]]) is None
     found = compare("p", pair, [pair[0], pair[1] + 1], [torch.ones(2).double(), pair[1]])
     assert found == "output 'p[1]': integer results differ"
+
+
+def test_a_mismatch_that_cannot_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/mismatches: 'a\.pt' cannot be written: Not a directory"):
+        _keep({}, tmp_path / "file" / "mismatches", "a.pt")
+    (tmp_path / "a.pt").mkdir()
+    with pytest.raises(ConfigError, match=r"'a\.pt' cannot be written: "):
+        _keep({}, tmp_path, "a.pt")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import pytest
 import torch
 
 from k3rewrite.backend import Backend
+from k3rewrite.checks import end_to_end
+from k3rewrite.driver.first_call import WatchedFirstCall
 from k3rewrite.driver.request import resolve_request
 from k3rewrite.driver.run import compile_model
-from k3rewrite.errors import CaptureError, ConfigError, ModelError
+from k3rewrite.errors import CaptureError, ConfigError, ContractError, ModelError, VerificationError
 from k3rewrite.passes import PASSES
 from k3rewrite.report.schema import UNFINISHED
 from k3rewrite.targets import known_targets
@@ -125,3 +130,90 @@ def test_the_same_in_torch_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with torch.no_grad(), pytest.raises(Exception, match="MemoryError"):
         torch.compile(torch.cos, backend=backend)(torch.ones(2))
     assert json.loads((tmp_path / "run-002" / "report.json").read_text())["error"] == UNFINISHED
+
+
+# ------------------------------------------------------------------------------------------------ a full disk
+
+
+@pytest.fixture
+def fill(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and the disk is full."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return lambda: monkeypatch.setattr(os, "replace", full)
+
+
+def _fails(error: Exception, fill: Callable[[], None]) -> Callable[..., None]:
+    def run(*args: Any) -> None:
+        fill()
+        raise error
+
+    return run
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path: Path, fill: Callable[[], None]) -> None:
+    fill()
+    with pytest.raises(ConfigError, match=r"run-001: 'pipeline\.yaml' cannot be written: No space left") as caught:
+        _compile("good", tmp_path / "runs")
+    assert caught.value.exit_code == 2 and caught.value.remedy
+
+
+def test_a_disk_that_is_full_after_some_files(
+    tmp_path: Path, fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PASSES["canonicalise"], "run", lambda *args: fill())
+    with pytest.raises(ConfigError, match=r"run-001: 'graphs/01-canonicalise\.txt' cannot be written: No space left"):
+        _compile("good", tmp_path / "runs")
+    assert _report(tmp_path / "runs")["error"] == UNFINISHED, "the last report that could be written is whole"
+    assert "No space left" not in capsys.readouterr().err, "one error is enough"
+
+
+def test_the_first_failure_is_not_hidden_by_a_full_disk(
+    tmp_path: Path, fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = ContractError("a defect", place="canonicalise", remedy="report it")
+    monkeypatch.setattr(PASSES["canonicalise"], "run", _fails(first, fill))
+    with pytest.raises(ContractError) as caught:
+        _compile("good", tmp_path / "runs")
+    assert caught.value is first and caught.value.report.error == str(first)
+    told = capsys.readouterr().err
+    assert told.count("run-001: 'report.json' cannot be written: No space left") == 1
+
+
+def test_an_unexpected_error_is_not_hidden_by_a_full_disk(
+    tmp_path: Path, fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PASSES["canonicalise"], "run", _fails(ZeroDivisionError("a defect"), fill))
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        _compile("good", tmp_path / "runs")
+
+
+def test_a_failed_check_is_not_hidden_by_a_full_disk(
+    tmp_path: Path, fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor forgotten: what failed is never run again."""
+
+    def wrong(*values: Any) -> Any:
+        fill()
+        return end_to_end.Error(0, 0), end_to_end.Error(1, 1)
+
+    monkeypatch.setattr(end_to_end, "measure_both", wrong)
+    backend = Backend({"target": "cpu", "finalise": "eager", "verify": "end-to-end", "dump": tmp_path})
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: x.sin(), backend=backend)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(VerificationError, match="output 0 has error"):
+            call(torch.randn(4))
+
+
+def test_the_models_own_error_in_the_first_call_is_told_as_such() -> None:
+    def fails(inputs: list[Any]) -> Any:
+        raise ValueError("the model's own")
+
+    ends: list[bool] = []
+    with pytest.raises(ValueError, match="the model's own"):
+        WatchedFirstCall(fails, lambda runs, ended_well: ends.append(ended_well))([])
+    WatchedFirstCall(lambda inputs: inputs, lambda runs, ended_well: ends.append(ended_well))([])
+    assert ends == [False, True]

@@ -58,9 +58,9 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match=r"run-001: 'report\.json' cannot be written: disk full") as caught:
         folder.write("report.json", "text")
-    assert list(folder.path.iterdir()) == []
+    assert caught.value.remedy and list(folder.path.iterdir()) == []
 
 
 def test_an_empty_text_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
