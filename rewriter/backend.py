@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from k3rewrite.capture import lower
-from k3rewrite.capture.dynamo import broken_graph
+from k3rewrite.capture.dynamo import RESTARTS, broken_graph
 from k3rewrite.driver.choices import FINALISE, VERIFY, check_choice
 from k3rewrite.driver.compilation import Compilation
 from k3rewrite.driver.names import check_given, names_in_programs, own_values
@@ -46,7 +46,10 @@ PLACE = "options of backend 'k3rewrite'"
 
 
 class Backend:
-    """A torch.compile backend with its settings checked when it is made. `reports` has one entry a compiled graph."""
+    """A torch.compile backend with its settings checked when it is made. `reports` has one entry a compiled graph.
+
+    An attempt that Dynamo gives up to start again is none: only its run folder, if there is one, says that it was.
+    """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         options = {} if options is None else options
@@ -95,20 +98,28 @@ class Backend:
             ),
             error=UNFINISHED,
         )
+        compilation = Compilation(self.pipeline, self.target, report, self.names)  # settings that clash leave nothing
+        if self.dump is not None:
+            compilation.folder = RunFolder.create(self.dump)
+            report.folder = compilation.folder.path
+            compilation.folder.write("pipeline.yaml", self.pipeline.to_yaml())
         self.reports.append(report)
-        folder = RunFolder.create(self.dump) if self.dump is not None else None
-        report.folder = folder.path if folder else None
-        if folder is not None:
-            folder.write("pipeline.yaml", self.pipeline.to_yaml())
         if (broken := broken_graph(module)) is not None:
             report.notes.append(broken)
             _log.warning("%s", broken)
-        compilation = Compilation(self.pipeline, self.target, report, self.names, folder)
+        compilation.write_report()
         try:
             compilation.rewrite_dynamo(module)
             compiled = lower(module, inputs, compilation)
         except K3RewriteError as error:
             compilation.failed(error)
+            raise
+        except RESTARTS:
+            self.reports[:] = [kept for kept in self.reports if kept is not report]
+            compilation.superseded()
+            raise
+        except BaseException:
+            compilation.keep_report()
             raise
         report.error = ""
         compilation.write_report()

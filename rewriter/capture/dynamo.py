@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 
 from k3rewrite import _torch_private as private
 from k3rewrite.errors import CaptureError
@@ -24,6 +24,8 @@ from k3rewrite.report.schema import BROKEN_GRAPH
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 DYNAMO_ERRORS: tuple[type[Exception], ...] = (TorchDynamoException,)
+RESTARTS: tuple[type[Exception], ...] = (RestartAnalysis,)
+"""what passes through a backend when Dynamo traces the same code again, with what it has learned: no failure"""
 
 
 def reset() -> None:

@@ -35,7 +35,7 @@ from k3rewrite.pipeline.runner import AfterPass, build_passes, run_pipeline
 from k3rewrite.pipeline.settings import PipelineConfig
 from k3rewrite.report.dump import Dumper, trace_report
 from k3rewrite.report.run_folder import RunFolder
-from k3rewrite.report.schema import EndToEnd, PassReport, RunReport
+from k3rewrite.report.schema import SUPERSEDED, EndToEnd, PassReport, RunReport
 from k3rewrite.targets import Target, machine_arch
 
 _log = logging.getLogger(__name__)
@@ -117,6 +117,11 @@ class Compilation:
         self.report.error = str(error)
         error.report = self.report
         self.keep_report(error)
+
+    def superseded(self) -> None:
+        """Note that Dynamo gave this compilation up and makes another one of the same code."""
+        self.report.error = SUPERSEDED
+        self.keep_report()
 
     def keep_report(self, cause: K3RewriteError | None = None) -> None:
         """Write report.json while an error is on its way, whose place one of the writing must not take."""

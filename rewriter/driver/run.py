@@ -47,9 +47,10 @@ def compile_model(request: CompileRequest, progress: Progress = lambda text: Non
         progress("build the model")
         model, args, kwargs = _build(request, config, group, _device(request, target))
         report = RunReport(info=_info(request, target), error=UNFINISHED)
-        folder = RunFolder.create(request.out)
-        folder.write("pipeline.yaml", request.pipeline.to_yaml())
-        compilation = Compilation(request.pipeline, target, report, names, folder, request.run, progress)
+        # Settings that clash are an error here, before there is a folder.
+        compilation = Compilation(request.pipeline, target, report, names, None, request.run, progress)
+        compilation.folder = RunFolder.create(request.out)
+        compilation.folder.write("pipeline.yaml", request.pipeline.to_yaml())
         compilation.write_report()
         progress("trace")
         try:
@@ -78,6 +79,7 @@ def _compile(
             lowered.append(time.perf_counter())
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compilation.report.passes.clear()  # of an attempt that Dynamo gave up to start again
         compilation.rewrite_dynamo(module)
         return lower(module, inputs, compiler)
 

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from k3rewrite.errors import ConfigError, did_you_mean
-from k3rewrite.report.schema import BROKEN_GRAPH, Miss, PassReport, RunReport, Site
+from k3rewrite.report.schema import BROKEN_GRAPH, SUPERSEDED, Miss, PassReport, RunReport, Site
 from k3rewrite.report.table import summary_lines
 
 EXAMPLES = 3
@@ -33,7 +33,9 @@ def explain(report: RunReport, pass_name: str | None = None) -> Group:
     if pass_name is not None and pass_name not in names:
         raise ConfigError(f"no pass '{pass_name}' in this run", place="--pass", remedy=did_you_mean(pass_name, names))
     parts: list[Text | Padding] = [_headline(report)]
-    if report.error:
+    if report.error == SUPERSEDED:
+        parts.append(Text(report.error, "bold"))
+    elif report.error:
         parts.append(Text(f"ended by an error: {report.error}", "bold red"))
     chosen = [entry for entry in report.passes if pass_name == entry.name or (pass_name is None and _has_news(entry))]
     for entry in chosen:
@@ -56,6 +58,7 @@ def list_runs(reports: Sequence[RunReport]) -> Group:
         done = ", ".join(f"{entry.name} {entry.matched}" for entry in report.passes if entry.matched)
         verdict = "" if report.end_to_end is None else f"; end to end {_verdict(report.end_to_end.passed)}"
         error = "; ended by an error" if report.error else ""
+        error = "; superseded by a restart of Dynamo" if report.error == SUPERSEDED else error
         error += "; ended early by Dynamo" if any(note.startswith(BROKEN_GRAPH) for note in report.notes) else ""
         name = report.folder.name if report.folder is not None else report.info.model
         lines.append(

@@ -182,6 +182,10 @@ UNFINISHED = "the run did not end: it was interrupted, or stopped by an error th
 """`RunReport.error` of a run that is going on, so that a report which is left behind says so"""
 
 
+SUPERSEDED = "superseded: Dynamo gave this attempt up and started again; a later run is that of the same code"
+"""`RunReport.error` of an attempt that was no failure, and that nothing came of"""
+
+
 BROKEN_GRAPH = "Dynamo ended this graph"
 """how a note begins that says of a graph that it is a part of what it was to be"""
 

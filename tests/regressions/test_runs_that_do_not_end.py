@@ -15,12 +15,16 @@ import torch
 
 from k3rewrite.backend import Backend
 from k3rewrite.checks import end_to_end
+from k3rewrite.cli.output import stdout
+from k3rewrite.driver import compilation
 from k3rewrite.driver.first_call import WatchedFirstCall
 from k3rewrite.driver.request import resolve_request
 from k3rewrite.driver.run import compile_model
 from k3rewrite.errors import CaptureError, ConfigError, ContractError, ModelError, VerificationError
 from k3rewrite.passes import PASSES
-from k3rewrite.report.schema import UNFINISHED
+from k3rewrite.report.explain import explain, list_runs
+from k3rewrite.report.run_folder import RunFolder
+from k3rewrite.report.schema import SUPERSEDED, UNFINISHED
 from k3rewrite.targets import known_targets
 
 SOURCE = """
@@ -217,3 +221,54 @@ def test_the_models_own_error_in_the_first_call_is_told_as_such() -> None:
         WatchedFirstCall(fails, lambda runs, ended_well: ends.append(ended_well))([])
     WatchedFirstCall(lambda inputs: inputs, lambda runs, ended_well: ends.append(ended_well))([])
     assert ends == [False, True]
+
+
+# ------------------------------------------------------------------------------------------------ under torch.compile
+
+
+def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * scale
+
+
+def test_an_attempt_that_dynamo_gives_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number in fp64 that scales a tensor becomes an argument of its own, for which Dynamo starts again."""
+    backend = Backend({"finalise": "eager", "dump": tmp_path})
+    torch._dynamo.reset()
+    inputs = torch.randn(3, 4), torch.tensor(2.0, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(_norm, backend=backend)(*inputs), _norm(*inputs))
+    (report,) = backend.reports
+    first, second = RunFolder.reports(tmp_path)
+    assert first.error == SUPERSEDED and second.error == "" and report.folder == second.folder
+    assert RunFolder.find(tmp_path).path == second.folder
+    stdout().print(list_runs([first, second]), explain(first))
+    told = capsys.readouterr().out
+    assert "run-001  nothing matched; superseded by a restart" in told and "ended by an error" not in told
+
+
+def test_an_error_before_the_passes_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend({"finalise": "eager", "dump": tmp_path})
+    monkeypatch.setattr("k3rewrite.backend.lower", _fails(RuntimeError("a defect"), lambda: None))
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="a defect"):
+        torch.compile(_norm, backend=backend)(torch.randn(3, 4), torch.tensor(2.0))
+    assert _report(tmp_path)["error"] == UNFINISHED
+
+
+def test_an_unexpected_error_while_finalising_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend({"finalise": "eager", "dump": tmp_path})
+    monkeypatch.setattr(compilation, "finalise", lambda *args, **settings: 1 // 0)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="by zero"):
+        torch.compile(_norm, backend=backend)(torch.randn(3, 4), torch.tensor(2.0))
+    report = _report(tmp_path)
+    assert report["error"] == UNFINISHED and report["passes"]
+
+
+def test_settings_that_clash_leave_nothing(tmp_path: Path) -> None:
+    pipeline = {"version": 1, "passes": ["lift_gated_rms_norm"], "finalise": "eager"}
+    backend = Backend({"pipeline": pipeline, "dump": tmp_path / "runs"})
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="requires 'lift_rms_norm' before it"):
+        torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert not (tmp_path / "runs").exists() and not backend.reports
