@@ -14,10 +14,11 @@ final one and renames it, so that a checkpoint is never half written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -44,6 +45,10 @@ _DTYPES = {
 }
 _FP32 = {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d", "e_score_correction_bias"}
 """Modules and parameters that are published in fp32; expert weights are bytes, everything else bf16."""
+
+
+LONGEST_SHOWN = 300
+"""characters of a path that a message shows"""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def load_checkpoint(model: KimiK3, folder: str | PathLike[str]) -> KimiK3:
     """
     root = Path(folder)
     wanted = {tensor.name: tensor for tensor in checkpoint_tensors(model)}
-    stored, problems = _headers(root)
+    stored, problems = _headers(root, wanted.keys())
     for name in sorted(wanted.keys() - stored.keys()):
         problems.append(f"missing: {name} {list(wanted[name].shape)}")
     for name in sorted(stored.keys() - wanted.keys()):
@@ -142,10 +147,17 @@ def load_checkpoint(model: KimiK3, folder: str | PathLike[str]) -> KimiK3:
             remedy="use the checkpoint of this configuration (number of layers, experts='bf16' or 'mxfp4')",
         )
     for file in sorted({header.file for header in stored.values()}):
-        with safe_open(file, framework="pt") as content:
-            for name, header in stored.items():
-                if header.file == file:
-                    wanted[name].target.copy_(wanted[name].part(content.get_slice(header.key)))
+        try:
+            with safe_open(file, framework="pt") as content:
+                for name, header in stored.items():
+                    if header.file == file:
+                        wanted[name].target.copy_(wanted[name].part(content.get_slice(header.key)))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"changed while it was read, and the model holds a part of it: {error}",
+                place=str(file),
+                remedy="load it again",
+            ) from None
     return model
 
 
@@ -159,9 +171,13 @@ class _Header:
     dtype: str
 
 
-def _headers(root: Path) -> tuple[dict[str, _Header], list[str]]:
-    """Headers of the text decoder's tensors by name without prefix, and the problems met on the way."""
+def _headers(root: Path, wanted: Set[str]) -> tuple[dict[str, _Header], list[str]]:
+    """Headers of the text decoder's tensors by name without prefix, and the problems met on the way.
+
+    `wanted` are the model's names: of these, one that is in no file is told as missing, and not here.
+    """
     problems: list[str] = []
+    unreadable: set[str] = set()
     files, indexed = _files(root)
     stored: dict[str, _Header] = {}
     for file in files:
@@ -173,32 +189,56 @@ def _headers(root: Path) -> tuple[dict[str, _Header], list[str]]:
                     if key in stored:
                         problems.append(f"twice: {key} is in {stored[key].file.name} and in {file.name}")
                     stored[key] = header
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:  # a name with a zero byte is a ValueError
             problems.append(f"unreadable: {file.name}: {error}")
-    if indexed is not None:
-        for key, name in sorted(indexed.items()):
-            if key in stored and stored[key].file.name != name:
+            unreadable.add(file.name)
+    for key, name in sorted((indexed or {}).items()):
+        if key in stored:
+            if stored[key].file.name != name:
                 problems.append(f"index: {key} is in {stored[key].file.name}, the index says {name}")
+        elif name not in unreadable and not key.startswith(OTHER_MODULES) and key.removeprefix(PREFIX) not in wanted:
+            problems.append(f"index: {key} is in no file, the index says {name}")
     if any(key.startswith(PREFIX) for key in stored):
-        others = {key for key in stored if key.startswith(OTHER_MODULES)}
-        stored = {key.removeprefix(PREFIX): header for key, header in stored.items() if key not in others}
+        return _without_prefix(stored, problems), problems
     return stored, problems
+
+
+def _without_prefix(stored: Mapping[str, _Header], problems: list[str]) -> dict[str, _Header]:
+    """The text decoder's tensors by the model's names. Two that are one without the prefix are a problem."""
+    named: dict[str, _Header] = {}
+    for key, header in stored.items():
+        if key.startswith(OTHER_MODULES):
+            continue
+        first = named.setdefault(key.removeprefix(PREFIX), header)
+        if first is not header:
+            problems.append(f"twice: {first.key} is in {first.file.name} and {key} is in {header.file.name}")
+    return named
 
 
 def _files(root: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files of a checkpoint, by its index if it has one, and the index."""
-    if not root.is_dir():
-        raise CheckpointError("is no folder", place=str(root), remedy="give the folder with the safetensors files")
+    try:
+        found = sorted(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            "is no folder", place=_shown(root), remedy="give the folder with the safetensors files"
+        ) from None
+    except (OSError, ValueError) as error:  # may not be entered, a name that is too long or has a zero byte
+        raise CheckpointError(
+            f"cannot be read: {getattr(error, 'strerror', error)}",
+            place=_shown(root),
+            remedy="give a folder with safetensors files that can be read",
+        ) from None
     index = root / INDEX
-    if index.exists():
+    if index in found:  # also a link to nothing, which must not pass for a checkpoint without an index
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return [root / name for name in sorted(set(weight_map.values()))], dict(weight_map)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"no weight_map can be read: {error!r}", place=str(index), remedy="fetch the index again"
             ) from None
-    files = sorted(root.glob("*.safetensors"))
+    files = [path for path in found if path.suffix == ".safetensors"]
     if not files:
         raise CheckpointError(
             f"holds neither {INDEX} nor *.safetensors",
@@ -215,7 +255,8 @@ def save_checkpoint(model: KimiK3, folder: str | PathLike[str], *, shard_bytes: 
     """Write `model` to the new folder `folder` in files of about `shard_bytes`, and return the folder.
 
     A bf16 model is written with the published dtypes, others with their own. Raises `CheckpointError` when the folder
-    exists (nothing is overwritten) or when the model is a tensor-parallel rank, which holds parts only.
+    exists (nothing is overwritten) or cannot be written, or when the model is a tensor-parallel rank, which holds parts
+    only.
     """
     root = Path(folder)
     if model.parallel.size > 1:
@@ -224,11 +265,33 @@ def save_checkpoint(model: KimiK3, folder: str | PathLike[str], *, shard_bytes: 
             place="save_checkpoint",
             remedy="save from a model that was built without a process group",
         )
-    if root.exists():
+    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise CheckpointError(
+            f"shard_bytes is {shard_bytes!r}", place="save_checkpoint", remedy="give a whole number of bytes"
+        )
+    if os.path.lexists(root):  # a link to nothing is there, too
         raise CheckpointError("exists", place=str(root), remedy="name a new folder; nothing is overwritten")
     shards = _shards(model, shard_bytes)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as scratch:
+    missing = [parent for parent in root.parents if not os.path.lexists(parent)]
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        _write(shards, root)
+    except (OSError, ValueError, SafetensorError) as error:
+        for parent in missing:
+            with contextlib.suppress(OSError):  # not made, or something else is in it by now
+                parent.rmdir()
+        raise CheckpointError(
+            f"cannot be written: {getattr(error, 'strerror', None) or error}",
+            place=_shown(root),
+            remedy="name a new folder where there is room and where you may write; nothing is left of this one",
+        ) from None
+    return root
+
+
+def _write(shards: list[list[CheckpointTensor]], root: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        root.lstat()  # a name that is too long is told before anything is written
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=root.parent) as scratch:
         work = Path(scratch) / "checkpoint"
         work.mkdir()
         weight_map: dict[str, str] = {}
@@ -240,7 +303,12 @@ def save_checkpoint(model: KimiK3, folder: str | PathLike[str], *, shard_bytes: 
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (work / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
         os.rename(work, root)
-    return root
+
+
+def _shown(path: Path) -> str:
+    """A path in a message, cut off where it is so long that it is none."""
+    text = str(path)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _shards(model: KimiK3, shard_bytes: int) -> list[list[CheckpointTensor]]:

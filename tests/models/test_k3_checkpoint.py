@@ -1,6 +1,9 @@
 """Weights to and from safetensors: names, dtypes, shards, ranks, and everything that can be wrong with a folder."""
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -256,6 +259,132 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="no weight_map"):
         load_checkpoint(model, folder)
+
+
+INDEXES: dict[str, Callable[[Path], object]] = {
+    "a folder": lambda index: index.mkdir(),
+    "a link to nothing": lambda index: index.symlink_to(index.parent / "nothing"),
+    "nested deeply": lambda index: index.write_text("[" * 100_000),
+    "a number of thousands of digits": lambda index: index.write_text("9" * 5000),
+    "no text": lambda index: index.write_bytes(b"\xff"),
+    "a list": lambda index: index.write_text("[]"),
+    "a map to numbers": lambda index: index.write_text('{"weight_map": {"a": 3}}'),
+}
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_an_index_that_is_none(folder: Path, kind: str) -> None:
+    (folder / INDEX).unlink()
+    INDEXES[kind](folder / INDEX)
+    with pytest.raises(CheckpointError, match="no weight_map can be read") as caught:
+        load_checkpoint(KimiK3(SMALL), folder)
+    assert str(caught.value).startswith(str(folder / INDEX)) and caught.value.remedy
+
+
+def test_a_folder_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = KimiK3(SMALL)
+    for path, reason in ((folder / ("x" * 300), "File name too long"), (f"{folder}/a\0b", "null byte")):
+        with pytest.raises(CheckpointError, match=f"cannot be read: .*{reason}") as caught:
+            load_checkpoint(model, path)
+        assert caught.value.remedy and len(str(caught.value)) < 600
+    with pytest.raises(CheckpointError, match="is no folder"):
+        load_checkpoint(model, next(folder.glob("*.safetensors")))
+
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    for name in ("iterdir", "is_dir"):
+        monkeypatch.setattr(Path, name, closed)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        load_checkpoint(model, folder)
+
+
+def test_files_that_are_none(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= {"a": "a\0b", "b": "x" * 300, "c": "sub"}
+    (folder / "sub").mkdir()
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="3 problems; nothing was loaded") as caught:
+        load_checkpoint(KimiK3(SMALL), folder)
+    assert str(caught.value).count("unreadable: ") == 3
+
+
+def test_a_file_that_goes_away_after_its_header_was_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def vanishing(file: Path, framework: str) -> object:
+        opened.append(file)
+        if opened.count(file) > 1:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+        return safe_open(file, framework=framework)
+
+    monkeypatch.setattr("k3rewrite.models.kimi_k3.checkpoint.safe_open", vanishing)
+    with pytest.raises(CheckpointError, match="changed while it was read") as caught:
+        load_checkpoint(KimiK3(SMALL), folder)
+    assert str(caught.value).startswith(str(folder)) and caught.value.remedy
+
+
+def test_one_tensor_under_both_names(folder: Path) -> None:
+    """With the prefix and without it is twice: which of the two is meant nobody knows."""
+    name = "model.layers.0.self_attn.A_log"
+    stored = next(t.target for t in checkpoint_tensors(random_model(SMALL, torch.bfloat16)) if t.name == name)
+    save_file({name: torch.zeros_like(stored), "bogus": torch.zeros(1)}, folder / "z.safetensors")
+    (folder / INDEX).unlink()
+    model = poisoned(SMALL)
+    with pytest.raises(CheckpointError, match="2 problems; nothing was loaded") as caught:
+        load_checkpoint(model, folder)
+    assert f"twice: {PREFIX}{name} is in model-00001-of" in str(caught.value)
+    assert f" and {name} is in z.safetensors" in str(caught.value) and "extra: bogus [1]" in str(caught.value)
+    assert all(torch.all(t.isnan() if t.is_floating_point() else t == 77) for t in model.state_dict().values())
+
+
+def test_an_index_that_names_what_no_file_holds(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    file = sorted(index["weight_map"].values())[0]
+    index["weight_map"] |= {f"{PREFIX}model.layers.7.bogus": file, "vision_tower.x": file}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="1 problem; nothing was loaded") as caught:
+        load_checkpoint(poisoned(SMALL), folder)
+    assert f"index: {PREFIX}model.layers.7.bogus is in no file, the index says {file}" in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(SMALL, torch.bfloat16)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    before = sorted(tmp_path.rglob("*"))
+    for place, reason in (
+        (tmp_path / "file" / "weights", "cannot be written: (Not a directory|File exists)"),
+        (tmp_path / "link", "exists"),
+        (tmp_path / ("x" * 300), "cannot be written: File name too long"),
+        (tmp_path / "new" / "er" / ("x" * 300), "cannot be written: File name too long"),
+        (f"{tmp_path}/a\0b", "cannot be written: .*null byte"),
+        (Path("/proc/k3rewrite/weights"), "cannot be written: No such file"),
+    ):
+        with pytest.raises(CheckpointError, match=reason) as caught:
+            save_checkpoint(model, place)
+        assert caught.value.remedy and str(caught.value).startswith(str(place)[:100])
+        assert sorted(tmp_path.rglob("*")) == before, "nothing is left"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(CheckpointError, match="cannot be written: No space left"):
+        save_checkpoint(model, tmp_path / "new" / "weights")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_name_of_the_longest_length(tmp_path: Path) -> None:
+    """The folder that is written first has a name of its own."""
+    assert save_checkpoint(random_model(SMALL, torch.bfloat16), tmp_path / ("x" * 255)).is_dir()
+
+
+@pytest.mark.parametrize("size", ["5GB", 0, -1, True, 1e9, None])
+def test_sizes_of_files_that_are_none(size: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"shard_bytes is .*\n  remedy: give a whole number of bytes"):
+        save_checkpoint(KimiK3(SMALL), tmp_path / "weights", shard_bytes=size)  # type: ignore[arg-type]
+    assert not (tmp_path / "weights").exists()
 
 
 def test_saving_overwrites_nothing(folder: Path, tmp_path: Path) -> None:
