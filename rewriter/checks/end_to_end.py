@@ -33,6 +33,7 @@ from k3rewrite.checks.errors import (
     acceptable,
     floor_of,
     is_inexact,
+    is_vacuous,
     measure_both,
     pooled,
     unsound_share,
@@ -115,6 +116,12 @@ class EndToEndCheck:
         new = _values(outputs, inputs, mutated)
         labels = [f"output {i}" for i in range(count)] + [f"{STATE} {i}" for i in sorted(mutated)]
         self.result, problems = _judge(labels, old, new, exact_eager, exact)
+        if vacuous := _vacuous(labels, old, exact_eager, exact):
+            more = f" and {len(vacuous) - SHOWN} more" if len(vacuous) > SHOWN else ""
+            self.notes.append(
+                f"the end-to-end check had nothing finite to compare in {', '.join(vacuous[:SHOWN])}{more}: no element "
+                "is finite both in eager and in fp64, and an error of 0 says nothing of them"
+            )
         floor = max((floor_of(v.dtype) for v in outputs if isinstance(v, Tensor)), default=0.0)
         problems = _judge_choices(routes, eager_routes, floor) + problems
         self.result.passed = not problems
@@ -208,6 +215,20 @@ def _judge(
     if states and not acceptable(all_new, all_old, max((s[2] for s in states), key=floor_of)):
         problems.append(f"the updated inputs together have error {all_new.rms:.2e}, eager {all_old.rms:.2e}")
     return EndToEnd(not problems, largest_new, largest_old, device), problems
+
+
+def _vacuous(
+    labels: Sequence[str], old: Sequence[Any], exact_old: Sequence[Any], exact_new: Sequence[Any]
+) -> list[str]:
+    """The results of which a comparison says nothing."""
+    return [
+        label
+        for label, value, *exact in zip(labels, old, exact_old, exact_new, strict=True)
+        if isinstance(value, Tensor)
+        and is_inexact(value.dtype)
+        and all(isinstance(v, Tensor) for v in exact)
+        and is_vacuous(value, *exact)
+    ]
 
 
 def _described(value: Any) -> str:

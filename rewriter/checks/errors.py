@@ -79,6 +79,15 @@ def unsound_share(old: Tensor, exact_old: Tensor, new: Tensor) -> float:
     return (_other_kind(old, exact_old) & ~equal).double().mean().item()
 
 
+def is_vacuous(old: Tensor, exact_old: Tensor, exact_new: Tensor) -> bool:
+    """Whether there are elements and none of them is finite in all three, so that `measure_both` finds no error in
+    whatever is as infinite, or NaN, as they are."""
+    if not old.shape == exact_old.shape == exact_new.shape or not old.numel():
+        return False
+    finite = [torch.isfinite(_wide(value)) for value in (old, exact_old, exact_new)]
+    return not bool((finite[0] & finite[1] & finite[2]).any())
+
+
 def _wide(value: Tensor) -> Tensor:
     """As fp64 on the CPU (fp8 can do little more than be converted); a complex number as its two parts."""
     value = value.detach().cpu()

@@ -26,11 +26,15 @@ from k3rewrite.report.schema import EndToEnd, PassReport
 INF, NAN = math.inf, math.nan
 
 
-def _checked(function: Callable[..., Any], inputs: list[Tensor], compiled: Callable[..., Any]) -> list[EndToEnd]:
+def _checked(
+    function: Callable[..., Any], inputs: list[Tensor], compiled: Callable[..., Any], notes: list[str] | None = None
+) -> list[EndToEnd]:
     """The results of the end-to-end check of `compiled`, which gets the inputs; its error is raised."""
     captured, real = capture_with_inputs(function, inputs)
     told: list[EndToEnd] = []
-    EndToEndCheck(captured, told.append).wrap(lambda values: compiled(*values))(real)
+    EndToEndCheck(captured, told.append, notes=[] if notes is None else notes).wrap(lambda values: compiled(*values))(
+        real
+    )
     return told
 
 
@@ -48,6 +52,18 @@ def test_a_result_that_overflows_in_eager_cannot_be_judged() -> None:
         _checked(_overflows, [x], lambda v: (torch.full_like(v, 7.0),))
     (result,) = _checked(_overflows, [x], lambda v: (_overflows(v),))
     assert result.passed, "what is equal to eager needs no judgement"
+
+
+def test_a_comparison_without_a_finite_number_is_told() -> None:
+    """It passes, as NaN is what the model gives, and the error of 0 must not look like one that was measured."""
+    notes: list[str] = []
+    (result,) = _checked(lambda v: (v * 2, v + 1), [torch.full((4, 8), NAN)], lambda v: (v * 2, v + 1), notes)
+    assert result.passed and result.max_rel_error_vs_fp64 == 0
+    assert notes[0].startswith("the end-to-end check had nothing finite to compare in output 0, output 1: ")
+    half = torch.tensor([NAN, 1.0])
+    for inputs in ([half], [torch.empty(0)], [torch.ones(2)]):
+        told: list[str] = []
+        assert _checked(lambda v: v * 2, inputs, lambda v: (v * 2,), told)[0].passed and not told
 
 
 @pytest.mark.parametrize(("bad", "judged"), [(1, True), (10, True), (11, False), (500, False)])
