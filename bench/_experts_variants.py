@@ -54,7 +54,7 @@ def hip(data: Inputs, layout: hip_kernel.Layout, i: int) -> Tensor:
 
 def mxfp4(data: Inputs, layout: hip_mxfp4.Layout, i: int) -> Tensor:
     arguments = data.arguments(i, FEWEST)
-    return hip_mxfp4.run(arguments, Facts.of(arguments, True), layout)
+    return layout.run(arguments, Facts.of(arguments, True))
 
 
 def scheduled(data: Inputs, schedule: Schedule, i: int) -> Tensor:

@@ -45,9 +45,10 @@ VECTOR = 8
 """bf16 elements of a 16-byte access"""
 FEW_ROWS = 64
 """up to so many rows a cluster a row is faster than the Triton kernels on an H200; at 128 rows it is slower"""
-SPLITS = ((8, (7, 8, 6, 5, 4, 3, 2)), (24, (4, 8, 3, 2)), (32, (8, 4, 3, 2)), (FEW_ROWS, (2, 4, 8)))
-"""up to so many rows, workgroups of a cluster in the order of preference: measured on an H200 with 7168 columns, where
-clusters of 4 leave no compute unit with two workgroups up to 24 rows, and of 2 up to 64"""
+SPLITS = ((8, (7,)), (24, (4,)), (32, (8,)), (FEW_ROWS, (2,)))
+"""up to so many rows, the workgroups of a cluster that are tried first, then any from 8 down. Measured on an H200, 7168
+columns, in sweeps that were not kept: clusters of 4 leave no compute unit with two workgroups up to 24 rows, and of
+2 up to 64"""
 ARITHMETIC_REGISTERS = {"amd": 140, "nvidia": 64}
 """what a thread needs beside the sources that it holds, two vectors of each or one: read from the compiled objects of 1
 to 16 sources"""
@@ -74,7 +75,8 @@ def layout_for(columns: int, arch: str, rows: int = 1) -> Layout | None:
     """
     vectors = columns // VECTOR
     if arch in CLUSTER_ARCHS:
-        for split in next(preferred for most, preferred in SPLITS if rows <= most or most == FEW_ROWS):
+        preferred = next(splits for most, splits in SPLITS if rows <= most or most == FEW_ROWS)
+        for split in (*preferred, *range(8, 1, -1)):
             each = vectors // split
             if vectors % split == 0 and each <= 512 and (each % 32 == 0 or each > 96):  # few idle lanes
                 return Layout(split, -(-each // 32) * 32, dependent=True, asynchronous=True, early=True)
@@ -132,6 +134,8 @@ def _data_objection(arguments: Mapping[str, Any]) -> str | None:
         steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if not same_size(n, 1)][:-1]
         if any(not isinstance(step, int) or step % VECTOR for step in (*steps, tensor.storage_offset())):
             return f"rows of {name} do not begin at multiples of 16 bytes (strides {tuple(tensor.stride())})"
+        if any(step >= 2**31 for step in steps):
+            return f"rows of {name} lie further apart than 32 bits can say (strides {tuple(tensor.stride())})"
     return None
 
 

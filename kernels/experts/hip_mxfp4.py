@@ -9,6 +9,7 @@ More tokens than that are handed to the Triton kernels, which read the same weig
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,26 +31,27 @@ _SUMS = 2048
 FEW = hip_call.Few(share_from=2.0)
 """Not measured against what more tokens are handed over to. On an H200, 16 of 896 experts, it is faster than Humming
 and Marlin up to 64 tokens."""
-# Measured on an H200 with 16 of 896 experts of 3584 x 384 (bench/experts.py --sweep --format mxfp4).
+# Measured on an H200 with 16 of 896 experts of 3584 x 384, in sweeps of which one was kept, without bulk copies
+# (bench/results/experts-mxfp4-sweep-h200.json).
 BULK_FROM = 1024
 """workgroups of gate/up from which on bulk copies pay: 4 tokens have 768, 8 have 1,536"""
 SHARE_FROM = 1.45
 """routes an expert that is hit, from which on they share what is read: 32 tokens have 1.31, 64 have 1.67"""
 MANY_DOWN = 512
 """workgroups of down from which on few waves, each with one expert at a time, are better: 2 tokens have 448, 4 896"""
-_SIZES = (*range(1, 65), *(1 << n for n in range(7, 13)))
-"""tokens that stand for all numbers of them"""
-
+_MOST = 1 << 14
+"""tokens beyond which none are few"""
 
 Layout = hip_mxfp4_registers.Layout | hip_mxfp4_bulk.Layout | hip_mxfp4_shared.Layout
 
 
-def layout_for(arguments: Mapping[str, Any], facts: Facts, tokens: int) -> Layout:
-    """What `tokens` tokens get. Of `arguments` only the strides of weights are looked at."""
+def layout_for(arguments: Mapping[str, Any], facts: Facts, tokens: int, bulk: bool = True) -> Layout:
+    """What `tokens` tokens get, 1 or more. Of `arguments` only the strides of weights are looked at; `bulk`: whether
+    their addresses are for bulk copies."""
     routes = tokens * facts.top_k
     if routes >= SHARE_FROM * expected_hits(routes, facts.experts):
         return hip_mxfp4_shared.Layout()
-    if routes * facts.width // GROUP >= BULK_FROM and hip_mxfp4_bulk.objection(arguments, facts) is None:
+    if bulk and routes * facts.width // GROUP >= BULK_FROM and hip_mxfp4_bulk.objection(arguments, facts) is None:
         return hip_mxfp4_bulk.layout_for(facts)
     if tokens * facts.outer // TILE >= MANY_DOWN:
         return hip_mxfp4_registers.Layout(down_waves=4, group=1)
@@ -57,22 +59,10 @@ def layout_for(arguments: Mapping[str, Any], facts: Facts, tokens: int) -> Layou
     return hip_mxfp4_registers.Layout(group=2 if facts.width <= 4 * SPAN else 1)
 
 
-def units_of(facts: Facts, layout: Layout) -> list[HipUnit]:
-    """The launches of a layout."""
-    if isinstance(layout, hip_mxfp4_registers.Layout):
-        return hip_mxfp4_registers.all_units(facts, layout)
-    if isinstance(layout, hip_mxfp4_bulk.Layout):
-        return hip_mxfp4_bulk.all_units(facts, layout)
-    return hip_mxfp4_shared.all_units(facts, layout)
-
-
-def run(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
-    """Runs a layout; arguments as `accepts` takes them, with at least one token."""
-    if isinstance(layout, hip_mxfp4_registers.Layout):
-        return hip_mxfp4_registers.mxfp4_decode(named, facts, layout)
-    if isinstance(layout, hip_mxfp4_bulk.Layout):
-        return hip_mxfp4_bulk.mxfp4_bulk(named, facts, layout)
-    return hip_mxfp4_shared.mxfp4_shared(named, facts, layout)
+def layouts_of(arguments: Mapping[str, Any], facts: Facts) -> list[Layout]:
+    """What any number of tokens gets that is few."""
+    few = itertools.takewhile(lambda tokens: FEW.takes(facts, tokens), range(1, _MOST))
+    return list(dict.fromkeys(layout_for(arguments, facts, tokens) for tokens in few))
 
 
 def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
@@ -102,14 +92,18 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
             return (
                 f"rows of {name} are not {step} apart, or a multiple of it (strides {tuple(arguments[name].stride())})"
             )
+    for name in ("x", "w_gate", "w_up", "w_down", "s_gate", "s_up", "s_down"):
+        if any(step >= 2**31 for step in arguments[name].stride()):
+            return f"rows of {name} lie further apart than 32 bits can say (strides {tuple(arguments[name].stride())})"
     return FEW.objection(arguments, target)
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
     """Those of the number of tokens; of all numbers that are few where it is symbolic."""
     facts, tokens = Facts.of(arguments, nvidia=True), arguments["x"].shape[0]
-    sizes = [tokens] if isinstance(tokens, int) else [n for n in _SIZES if FEW.takes(facts, n)]
-    every = [unit for n in sizes for unit in units_of(facts, layout_for(arguments, facts, n))]
+    one = isinstance(tokens, int)
+    layouts = [layout_for(arguments, facts, max(1, tokens))] if one else layouts_of(arguments, facts)
+    every = [unit for layout in layouts for unit in layout.units(facts)]
     return [unit for index, unit in enumerate(every) if unit not in every[:index]]
 
 
@@ -117,6 +111,9 @@ def experts(*arguments: Any, **options: Any) -> Tensor:
     """As `launch.experts`, which gets what these kernels do not take: more tokens, addresses at odd places."""
     named = hip_call.named_arguments(*arguments, **options)
     facts = Facts.of(named, nvidia=True)
-    aligned = dict.fromkeys(("x", "w_gate", "w_up", "w_down", "s_gate", "s_up", "s_down"), 16)
+    aligned = dict.fromkeys(("x", "w_gate", "w_up", "w_down"), 16) | {"s_gate": 8, "s_up": 8, "s_down": 4}
     handed = hip_call.handed_over(named, facts, FEW, aligned)
-    return handed if handed is not None else run(named, facts, layout_for(named, facts, named["x"].shape[0]))
+    if handed is not None:
+        return handed
+    bulk = not any(named[name].data_ptr() % 16 for name in ("s_gate", "s_up", "s_down"))
+    return layout_for(named, facts, named["x"].shape[0], bulk).run(named, facts)

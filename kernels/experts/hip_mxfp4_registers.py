@@ -36,6 +36,12 @@ class Layout:
     group: int = 2
     """experts of which a wave of down has loads in flight together"""
 
+    def units(self, facts: Facts) -> list[HipUnit]:
+        return all_units(facts, self)
+
+    def run(self, named: Mapping[str, Any], facts: Facts) -> Tensor:
+        return mxfp4_decode(named, facts, self)
+
 
 def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
     """The three launches of a layout: prepare, gate/up, down."""

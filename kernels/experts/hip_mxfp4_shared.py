@@ -43,6 +43,12 @@ class Layout:
     shares: int = 2
     """workgroups among which an expert's outputs are divided"""
 
+    def units(self, facts: Facts) -> list[HipUnit]:
+        return all_units(facts, self)
+
+    def run(self, named: Mapping[str, Any], facts: Facts) -> Tensor:
+        return mxfp4_shared(named, facts, self)
+
 
 def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
     """The four launches: prepare, gate/up, down, combine."""

@@ -82,6 +82,7 @@ def test_triton_other_dtypes(dtype: torch.dtype, rows: int) -> None:
         (None, 16, 8),
         (None, 30, 8),
         (None, 64, 8),
+        *((None, rows, count) for rows in (1, 16, 30, 64) for count in (0, 1, 3, 7)),
         (hip_kernel.Layout(1, 448), 1, 8),
         (hip_kernel.Layout(1, 448), 33, 3),
         (hip_kernel.Layout(4, 224, dependent=True), 33, 3),

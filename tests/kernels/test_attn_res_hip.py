@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from test_attn_res_triton import BY_NAME, call, emitted
 
 from k3rewrite.emit import Provenance, emit_unit
-from k3rewrite.kernels.attn_res_norm.hip_kernel import Layout, layout_for, unit
+from k3rewrite.kernels.attn_res_norm.hip_kernel import ARITHMETIC_REGISTERS, Layout, layout_for, unit
 from k3rewrite.targets import load_target
 
 pytest.importorskip("ziglang")
@@ -54,6 +55,26 @@ def test_a_cluster_that_waits_for_bytes(target: str, early: bool, tmp_path: Path
     assert text.count("st.async") == 14 and text.count("expect_tx") == 2 and "st.shared::cluster.f32" not in text
     written = text.index("st.global.v4")
     assert (written < text.index("st.async")) is early
+
+
+@pytest.mark.parametrize("rows", [1, 16, 30, 64])
+@pytest.mark.parametrize("sources", [1, 2, 4, 8, 9, 16])
+def test_a_workgroup_waits_for_as_many_bytes_as_are_sent(rows: int, sources: int, tmp_path: Path) -> None:
+    """Each lane of each wave sends one sum, and one lane of each wave a square: to every workgroup of the cluster."""
+    layout = layout_for(7168, "sm_90", rows)
+    assert layout is not None and layout.asynchronous
+    kept = {"mix": torch.float32, "scale": torch.float32}
+    wanted = unit(layout, 7168, sources - 1, delta=True, store=True, norm=True, **kept)
+    kernel = emit_unit(wanted, load_target("h200"), tmp_path, "attn_res_norm", Provenance("attn_res_norm", "hip"))
+    if kernel.assembly is None:
+        pytest.skip(kernel.skipped)
+    assert kernel.resources is not None and kernel.resources.spills == 0
+    assert kernel.resources.registers <= 4 * sources + ARITHMETIC_REGISTERS["nvidia"]
+    text = kernel.assembly.read_text()
+    named = re.findall(r"expect_tx\S+ _, \[\S+\], (%r\d+)", text)
+    expected = [int(re.findall(rf"mov\.[bu]32 \t?{re.escape(name)}, (\d+)", text)[-1]) for name in named]
+    assert expected == [layout.split * layout.threads * 4, layout.split * layout.threads // 32 * 4]
+    assert text.count("st.async") == 2 * layout.split
 
 
 @pytest.mark.parametrize(

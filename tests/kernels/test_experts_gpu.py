@@ -62,7 +62,7 @@ SHARED = (
 
 
 def mxfp4(layout: hip_mxfp4.Layout, **arguments: Any) -> torch.Tensor:
-    return hip_mxfp4.run(arguments, Facts.of(arguments, True), layout)
+    return layout.run(arguments, Facts.of(arguments, True))
 
 
 def check(run: Run, case: Case, mode: str = "fewest") -> None:
@@ -118,6 +118,16 @@ def test_mxfp4_on_matrix_units(shape: dict[str, int], activation: str) -> None:
         case = make_case(tokens, 4, **{"experts": 8, **shape}, format="mxfp4", activation=activation, device="cuda")
         check(run, case)
         check(run, case, "model" if activation == "situ" else "bf16")
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 16), (6, 16), (7, 5), (48, 16)])
+def test_mxfp4_of_many_experts_a_token(tokens: int, top_k: int) -> None:
+    """Waves of down take several experts one after the other, and refill their stages."""
+    case = make_case(tokens, top_k, 64, **K3, format="mxfp4", device="cuda")
+    check(KERNELS[2].launch, case)
+    for layout in (*ALONE, SHARED[1]):
+        check(functools.partial(mxfp4, layout), case)
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")

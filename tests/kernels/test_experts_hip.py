@@ -94,7 +94,7 @@ def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], layo
             assert isinstance(made_of, kind) or shape is not K3_TP8
         else:
             made_of, most = SHARED[layout]
-        for unit in hip_mxfp4.units_of(facts, made_of):
+        for unit in made_of.units(facts):
             made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", kernel.name))
             if made.object is None:
                 pytest.skip(made.skipped)

@@ -46,7 +46,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(launch, "experts", recorded("triton"))
     monkeypatch.setattr(hip_kernel, "warp_decode", recorded("hip"))
-    monkeypatch.setattr(hip_mxfp4, "run", recorded("mxfp4"))
+    monkeypatch.setattr(hip_mxfp4_registers, "mxfp4_decode", recorded("mxfp4"))
+    monkeypatch.setattr(hip_mxfp4_bulk, "mxfp4_bulk", recorded("bulk"))
+    monkeypatch.setattr(hip_mxfp4_shared, "mxfp4_shared", recorded("shared"))
     return calls
 
 
@@ -168,3 +170,83 @@ def test_how_many_tokens_are_few() -> None:
     assert most(hip_kernel.FEW, QWEN3, "dense") == 12
     assert most(hip_kernel.FEW, K3_TP8, "dense") == 23
     assert most(hip_mxfp4.FEW, K3_TP8, "mxfp4") == 89
+
+
+def mxfp4_call(tokens: int, **changes: Any) -> tuple[dict[str, Any], Facts]:
+    made = call(tokens, K3_TP8, "mxfp4") | changes
+    return made, Facts.of(made, nvidia=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        (1, hip_mxfp4_registers.Layout()),
+        (2, hip_mxfp4_registers.Layout()),
+        (3, hip_mxfp4_registers.Layout(down_waves=4, group=1)),
+        (5, hip_mxfp4_registers.Layout(down_waves=4, group=1)),
+        (6, hip_mxfp4_bulk.Layout()),
+        (44, hip_mxfp4_bulk.Layout()),
+        (45, hip_mxfp4_shared.Layout()),
+        (89, hip_mxfp4_shared.Layout()),
+    ],
+)
+def test_what_a_number_of_tokens_gets(tokens: int, wanted: hip_mxfp4.Layout) -> None:
+    made, facts = mxfp4_call(tokens)
+    assert hip_mxfp4.FEW.takes(facts, 89) and not hip_mxfp4.FEW.takes(facts, 90)
+    assert hip_mxfp4.layout_for(made, facts, tokens) == wanted
+
+
+def test_a_symbolic_batch_has_the_launches_of_every_number_of_tokens() -> None:
+    """86 to 102 tokens get bulk copies here, and no power of two does."""
+    made = call(1, (3, 384, 2048, 128, 2048), "mxfp4")
+    facts = Facts.of(made, nvidia=True)
+    few = [n for n in range(1, 5000) if hip_mxfp4.FEW.takes(facts, n)]
+    wanted = {hip_mxfp4.layout_for(made, facts, n) for n in few}
+    assert set(hip_mxfp4.layouts_of(made, facts)) == wanted and hip_mxfp4_bulk.Layout() in wanted
+
+
+def test_rows_that_are_fetched_many_at_a_time_lie_one_after_the_other() -> None:
+    made, facts = mxfp4_call(16)
+    assert hip_mxfp4_bulk.objection(made, facts) is None
+    for name in ("w_gate", "w_down", "s_gate", "s_down"):
+        tensor = made[name]
+        apart = torch.empty(*tensor.shape[:2], 2 * tensor.shape[2], dtype=tensor.dtype, device="meta")[
+            ..., : tensor.shape[2]
+        ]
+        moved, _ = mxfp4_call(16, **{name: apart})
+        assert f"rows of {name} do not lie one after the other" in str(hip_mxfp4_bulk.objection(moved, facts))
+        assert isinstance(hip_mxfp4.layout_for(moved, facts, 16), hip_mxfp4_registers.Layout)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ring", "tiles"),
+    [
+        ((16, 896, 3584, 384, 3584), 2, 2),
+        ((8, 256, 7168, 256, 7168), 1, 2),
+        ((8, 128, 2048, 768, 2048), 2, 1),
+        ((16, 896, 3584, 384, 3600), 2, 1),
+    ],
+)
+def test_three_workgroups_of_bulk_copies_fit(shape: tuple[int, ...], ring: int, tiles: int) -> None:
+    facts = Facts.of(call(1, shape, "mxfp4"), nvidia=True)  # type: ignore[arg-type]
+    layout = hip_mxfp4_bulk.layout_for(facts)
+    assert (layout.gate_up_ring, layout.tiles) == (ring, tiles)
+
+
+def test_strides_beyond_32_bits_are_refused() -> None:
+    h200, made = load_target("h200"), call(1, K3_TP8, "mxfp4")
+    far = made["w_down"].as_strided(made["w_down"].shape, (2**31, *made["w_down"].stride()[1:]))
+    assert "further apart than 32 bits" in str(KERNELS[2].accepts(made | {"w_down": far}, h200))
+
+
+def test_scales_at_multiples_of_eight_bytes_are_read_without_bulk_copies(ran: list[str]) -> None:
+    def moved(tensor: Tensor, by: int) -> Tensor:
+        room = torch.empty(tensor.numel() + 64, dtype=tensor.dtype)
+        start = -room.data_ptr() % 16 + by
+        return room[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    many = make_case(128, 2, **SIZES | {"experts": 1024}, format="mxfp4").arguments(FEWEST)
+    many |= {name: moved(many[name], 0) for name in ("s_gate", "s_up", "s_down")}
+    for by, expected in ((0, "bulk"), (8, "mxfp4"), (4, "triton")):
+        KERNELS[2].launch(**many | {"s_gate": moved(many["s_gate"], by)})
+        assert ran.pop() == expected

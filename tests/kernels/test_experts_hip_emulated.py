@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 BOUND = {"fewest": 3e-3, "model": 8e-3, "bf16": 1.2e-2}
 MODES = {"fewest": FEWEST, "model": MODEL, "bf16": ALL_BF16}
-DECODE = {hip_kernel: hip_kernel.warp_decode, hip_mxfp4: hip_mxfp4.run}
+DECODE = {hip_kernel: hip_kernel.warp_decode, hip_mxfp4: lambda named, facts, layout: layout.run(named, facts)}
 PACKED_KERNELS = (hip_mxfp4_registers, hip_mxfp4_bulk, hip_mxfp4_shared)
 DENSE = {"experts": 5, "inner": 320, "width": 72, "outer": 37}
 PACKED = {"experts": 5, "inner": 512, "width": 128, "outer": 96}
@@ -119,10 +119,10 @@ def test_mxfp4_rows_with_zeros_and_with_what_is_no_number(layout: str, on_cpu: A
     on_cpu("h200")
     case = make_case(4, 2, **PACKED, format="mxfp4")
     clean, facts = case.arguments(FEWEST), Facts.of(case.arguments(FEWEST), nvidia=True)
-    first = hip_mxfp4.run(clean, facts, MXFP4[layout])
+    first = MXFP4[layout].run(clean, facts)
     case.x[1] = 0
     case.x[2, 3], case.x[3, 7] = math.nan, math.inf
-    second = hip_mxfp4.run(case.arguments(FEWEST), facts, MXFP4[layout])
+    second = MXFP4[layout].run(case.arguments(FEWEST), facts)
     assert bool((second[1] == 0).all()) and not bool(second[2:].isfinite().any())
     assert torch.equal(second[0], first[0])
 
@@ -167,9 +167,9 @@ def test_a_token_gets_the_same_result_among_others(on_cpu: Any) -> None:
     case.x[1], case.x[2, 7] = 0, math.nan
     named = case.arguments(FEWEST)
     facts = Facts.of(named, nvidia=True)
-    together = hip_mxfp4.run(named, facts, SHARED["four"])
+    together = SHARED["four"].run(named, facts)
     for t in range(6):
         alone = named | {name: named[name][t : t + 1] for name in ("x", "ids", "weights")}
-        result = hip_mxfp4.run(alone, facts, SHARED["four"])
+        result = SHARED["four"].run(alone, facts)
         assert torch.equal(result.nan_to_num(7.0), together[t : t + 1].nan_to_num(7.0))
     assert bool((together[1] == 0).all()) and bool(together[2].isnan().all())

@@ -147,7 +147,8 @@ K3_CLUSTER(ATTN_RES_SPLIT) attn_res_norm(
     const i32 first_column = part * vectors * 8;
     const u32x4 zero{0, 0, 0, 0};
     if constexpr (ATTN_RES_ASYNC) {
-        if (thread_x() == 0) expect(of_sums, sizeof(wave_sums)), expect(of_squares, sizeof(wave_squares));
+        // Every lane sends the sum that it holds, also where several lanes hold the same.
+        if (thread_x() == 0) expect(of_sums, split * threads * sizeof(float)), expect(of_squares, sizeof(wave_squares));
     }
     cluster_arrive<split>();
     wait_for_earlier_kernel<dependent>();

@@ -45,7 +45,7 @@ struct alignas(16) digits {
     float unit;
     u32 unused;
 };
-static_assert(sizeof(digits) == 80, "as hip_mxfp4.py allocates it");
+static_assert(sizeof(digits) == 80, "as hip_mxfp4_sizes.py says");
 
 K3_DEVICE i64 local_expert(const id_type* ids, i64 route, i32 first, i32 count) {
     const i64 expert = static_cast<i64>(ids[route]) - first;
@@ -125,11 +125,6 @@ K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4&
     widen_words(weights, upper.z, lower.z, two16), multiply_words(sum, weights, by.high.x, by.high.y);
     widen_words(weights, upper.w, lower.w, two16), multiply_words(sum, weights, by.high.z, by.high.w);
     add_scaled(total, sum, upper_scale, lower_scale, by.unit);
-}
-// The same; the scales are words of four groups' bytes.
-K3_DEVICE void multiply_span(float (&total)[4], const u32x4& upper, const u32x4& lower, u32 upper_scales, u32 lower_scales,
-                             const operand& by, u32 two16) {
-    multiply_span(total, upper, lower, scale_of(upper_scales), scale_of(lower_scales), by, two16);
 }
 
 // The same with weights that are widened once for several tokens.

@@ -13,8 +13,9 @@
 // mxfp4_decode.hip.
 //
 //   MXFP4_RING        stages of 16 rows, of down 16 * TILES, in flight: of gate/up for a workgroup, of down for each wave
+//   MXFP4_WAVES       waves of a workgroup
 //   MXFP4_OCCUPANCY   waves of a quarter of a multiprocessor for which registers are kept few enough
-//   the others        as in mxfp4_decode.hip
+//   the others        as in mxfp4_decode.hip, without GROUP
 //
 // `two16` is 2^16. Dynamic shared memory: the stages, and the digits behind them.
 
@@ -27,6 +28,7 @@ using namespace k3;
 constexpr i32 ring = MXFP4_RING;
 constexpr i32 tiles = MXFP4_TILES;
 static_assert(threads >= tile * tiles, "a thread stores a row");
+static_assert(MXFP4_OUTER % (tile * tiles) == 0, "rows come in tiles of 16");
 constexpr i32 inner_groups = MXFP4_INNER / 32, width_groups = MXFP4_WIDTH / 32;
 
 // `Rows` rows of one matrix, as they lie in memory.

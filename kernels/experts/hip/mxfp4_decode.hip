@@ -102,8 +102,8 @@ mxfp4_gate_up(
 #pragma unroll
         for (i32 s = 0; s < 2; ++s) {
             const operand by = operand_of(&groups[(2 * pair + s) * 4]);
-            multiply_span(total, upper[s], lower[s], s == 0 ? scales[0].x : scales[0].y, s == 0 ? scales[1].x : scales[1].y,
-                          by, two16);
+            multiply_span(total, upper[s], lower[s], scale_of(s == 0 ? scales[0].x : scales[0].y),
+                          scale_of(s == 0 ? scales[1].x : scales[1].y), by, two16);
             if (next < pairs) load(next, s);
         }
         scales[0] = later[0], scales[1] = later[1];
@@ -179,8 +179,8 @@ mxfp4_down(
                     const operand by = operand_of(parts + slot * (MXFP4_WIDTH / 32) + s * 4);
 #pragma unroll
                     for (i32 t = 0; t < tiles; ++t) {
-                        multiply_span(sum[t], held[g][2 * t][s], held[g][2 * t + 1][s], scales[g][2 * t][s],
-                                      scales[g][2 * t + 1][s], by, two16);
+                        multiply_span(sum[t], held[g][2 * t][s], held[g][2 * t + 1][s], scale_of(scales[g][2 * t][s]),
+                                      scale_of(scales[g][2 * t + 1][s]), by, two16);
                     }
                 }
                 const float share = when_bf16(MXFP4_COMBINE_BF16, to_float(shares[token * MXFP4_TOP_K + slot]));
