@@ -1,4 +1,4 @@
-"""The kernel of `k3::kda_decode` as `select` and the emitter see it."""
+"""The kernels of `k3::kda_decode` as `select` and the emitter see them: Triton, and HIP C++."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from k3rewrite.graph.shapes import same_size, same_sizes
+from k3rewrite.kernels.headers import HEADERS
+from k3rewrite.kernels.kda_decode import hip_kernel
 from k3rewrite.kernels.kda_decode.launch import NAMES, NUM_WARPS, POINTERS, STRIDES, constants, kda_decode
 from k3rewrite.kernels.kda_decode.op import OP
 from k3rewrite.ops.kernel import Kernel, TritonUnit
@@ -28,6 +30,14 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
     """None, or why the Triton kernel does not take the call."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    return _objection(arguments, target)
+
+
+def _accepts_hip(arguments: Mapping[str, Any], target: Target) -> str | None:
+    return _objection(arguments, target) or hip_kernel.objection(arguments, target)
+
+
+def _objection(arguments: Mapping[str, Any], target: Target) -> str | None:
     if not target.is_gpu:
         return f"target {target.name} runs the reference"
     for name in POINTERS:
@@ -83,6 +93,11 @@ def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
     return FLOOR_US + OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
 
 
+def _cost_us_of_hip(arguments: Mapping[str, Any], target: Target) -> float:
+    """Behind Triton's until it is measured."""
+    return 1.01 * _cost_us(arguments, target)
+
+
 KERNELS = (
     Kernel(
         name="kda_decode.triton",
@@ -93,5 +108,15 @@ KERNELS = (
         units=_units,
         cost_us=_cost_us,
         sources=(*(_FOLDER / name for name in ("triton.py", "launch.py")), _FOLDER.parent / "triton_math.py"),
+    ),
+    Kernel(
+        name="kda_decode.hip",
+        op="kda_decode",
+        language="hip",
+        accepts=_accepts_hip,
+        launch=hip_kernel.kda_decode,
+        units=hip_kernel.units,
+        cost_us=_cost_us_of_hip,
+        sources=(hip_kernel.PATH, _FOLDER / "hip_kernel.py", *HEADERS),
     ),
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kda_decode_cases import errors, make_call
 
+from k3rewrite.kernels.kda_decode import hip_kernel
 from k3rewrite.kernels.kda_decode.launch import kda_decode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -20,6 +21,23 @@ def test_shapes(heads: int, rows: int, inner: torch.dtype) -> None:
     found = errors(kda_decode(**call), call)
     assert found["out"] <= (4e-3 if inner is torch.float32 else 1e-2) and found["state"] <= 1e-2
     assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "split"), [(12, 1, 0), (12, 1, 2), (12, 7, 0), (96, 1, 0), (96, 8, 0), (12, 5, 4)]
+)
+@pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16])
+def test_the_hip_source(heads: int, rows: int, split: int, inner: torch.dtype) -> None:
+    """`split` 0: the layout of the target; else a cluster of so many workgroups (NVIDIA)."""
+    if split and torch.version.hip:
+        pytest.skip("AMD has no clusters")
+    layout = hip_kernel.Layout(split, 4, dependent=True) if split else None
+    slots = [0 if i % 5 == 4 else i + 1 for i in range(rows)][::-1]
+    for activation in ("sigmoid", "silu"):
+        call = make_call(slots, heads, 128, inner=inner, spare=3, activation=activation, device="cuda")
+        found = errors(hip_kernel.kda_decode(**call, layout=layout), call)
+        assert found["out"] <= (4e-3 if inner is torch.float32 else 1e-2) and found["state"] <= 1e-2
+        assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
 
 
 def test_a_graph_with_changed_slots() -> None:

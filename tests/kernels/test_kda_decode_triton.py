@@ -19,7 +19,7 @@ from k3rewrite.kernels.kda_decode.op import kda_decode
 from k3rewrite.targets import load_target
 
 pytest.importorskip("triton")
-(KERNEL,) = KERNELS
+KERNEL = KERNELS[0]
 BOUNDS = {"fp32": (1e-5, 1e-6)}
 NARROW = (1.2e-2, 1e-6)
 """of the output, which the interpreter cuts off in bf16, and of the state"""

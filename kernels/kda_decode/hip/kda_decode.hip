@@ -1,0 +1,222 @@
+// One token of a KDA layer, from its projections to the input of its output projection: the schedule of ../triton.py.
+//
+//   q, k, v   convolved from the line of past inputs; decay of each key; beta                 a channel a thread
+//   S         loaded first, then decayed, updated, stored; read out in the same pass          8 lanes a value's row
+//   y         normalised over the head, gated
+//   lines     moved on by one                                                                 last, as all have read them
+//
+// One workgroup takes one head of a row, or on NVIDIA (sm_90 and later) a cluster of KDA_SPLIT workgroups does, each with
+// its part of the values: they share the sum of squares of the output norm, and all read q's and k's lines, which the first
+// of them moves on. What is read out of the updated state is taken from the decayed one, q.S' + u (q.k), so that both sums
+// over the keys are one exchange.
+//
+// A null row loads no state, stores none, and gives zeros, whatever it holds.
+//
+//   KDA_HEADS, KDA_SIZE    heads of a row; keys, and values, of a head: 64 or 128
+//   KDA_TAPS, KDA_COLUMNS  of the convolution; columns of a line, TAPS - 1 or more, the oldest first
+//   KDA_SPLIT              workgroups of a head; 1 on AMD
+//   KDA_WAVES              of a workgroup
+//   KDA_SLOTS              0: row n has slot n; else the type of the slots: 32 or 64
+//   KDA_NULL               1: slots at or below zero are nobody's
+//   KDA_SILU               1: the gate goes through SiLU; 0: through a sigmoid
+//   KDA_INNER_BF16         1: results of the convolution and of the recurrence are rounded to bf16
+//   KDA_DEPENDENT          1: launched while the kernel before it may still run (sm_90 and later); 0 on AMD
+//
+// Inputs, lines and the result are bf16, weights and states fp32. Strides are in elements; states and taps are 16-byte
+// aligned, a head's state lies in one piece.
+
+#include "cluster.h"
+#include "portability.h"
+
+namespace {
+
+using namespace k3;
+
+constexpr i32 size = KDA_SIZE, split = KDA_SPLIT, waves = KDA_WAVES;
+constexpr i32 threads = waves * wave_size;
+constexpr i32 values = size / split;                 // of this workgroup
+constexpr i32 lanes = size / 16;                     // that share a row of the state, 16 keys each
+constexpr i32 at_once = waves * (wave_size / lanes);  // rows in a pass
+constexpr i32 passes = (values + at_once - 1) / at_once;
+constexpr i32 channels = 2 * size + values;  // q, k and the own part of v
+constexpr i32 rounds = (channels + threads - 1) / threads;
+constexpr i32 history = KDA_TAPS - 1;
+constexpr bool dependent = KDA_DEPENDENT, has_null = KDA_NULL;
+
+static_assert(size == 64 || size == 128, "KDA_SIZE");
+static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
+static_assert(size % split == 0 && values % (at_once < values ? at_once : values) == 0, "values come out even");
+static_assert(KDA_COLUMNS >= history && KDA_TAPS == 4, "taps are read as one vector");
+static_assert(threads >= values, "a thread finishes a value");
+
+#if KDA_SLOTS == 64
+typedef i64 slot_type;
+#else
+typedef i32 slot_type;
+#endif
+
+K3_DEVICE float when_inner(float value) { return KDA_INNER_BF16 ? round_to_bf16(value) : value; }
+
+struct four {
+    float at[4];
+};
+K3_DEVICE four four_of(const u32x4& packed) {
+    return {{bit_cast<float>(packed.x), bit_cast<float>(packed.y), bit_cast<float>(packed.z), bit_cast<float>(packed.w)}};
+}
+K3_DEVICE u32x4 packed_of(const four& from) {
+    return {bit_cast<u32>(from.at[0]), bit_cast<u32>(from.at[1]), bit_cast<u32>(from.at[2]), bit_cast<u32>(from.at[3])};
+}
+
+}  // namespace
+
+// Grid: (rows * HEADS * SPLIT).
+K3_KERNEL(threads)
+K3_CLUSTER(KDA_SPLIT) kda_decode(
+    const bf16* qkv, i32 qkv_row, const bf16* f, i32 f_row, const bf16* b, i32 b_row, const bf16* gate, i32 gate_row,
+    i32 gate_head, const float* conv_weight, const float* a_log, const float* dt_bias, const float* norm_weight,
+    bf16* conv_state, i32 conv_slot, i32 conv_column, float* state, i32 state_slot, i32 state_head, const slot_type* slots,
+    bf16* out, float bound, float q_scale, float l2_eps, float norm_eps) {
+    __shared__ u32x4 q_room[size / 4], k_room[size / 4], decay_room[size / 4];
+    float *const q_of = reinterpret_cast<float*>(q_room), *const k_of = reinterpret_cast<float*>(k_room);
+    float* const decay_of = reinterpret_cast<float*>(decay_room);
+    __shared__ float v_of[values], read_of[values];
+    __shared__ float squares[split * waves];
+    __shared__ arrivals of_squares;
+    const i32 part = block_x() % split;
+    const i32 head = block_x() / split % KDA_HEADS;
+    const i64 row = block_x() / split / KDA_HEADS;
+    if (split > 1 && thread_x() == 0) expect(of_squares, sizeof(squares));
+    cluster_arrive<split>();
+    wait_for_earlier_kernel<dependent>();
+    release_later_kernel<dependent>();
+
+    const i64 slot = KDA_SLOTS ? static_cast<i64>(slots[row]) : row;
+    bf16* const result = out + (row * KDA_HEADS + head) * size + part * values;
+    if (has_null && slot <= 0) {
+        if (thread_x() < values) result[thread_x()] = to_bf16(0.0f);
+        cluster_wait<split>();
+        return;
+    }
+
+    // Rows of the state first: they are nearly all of what is read.
+    const i32 first_value = wave() * (wave_size / lanes) + lane() / lanes;
+    const i32 first_key = lane() % lanes * 4;
+    float* const cells = state + slot * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
+    u32x4 held[passes][4];
+#pragma unroll
+    for (i32 p = 0; p < passes; ++p) {
+        const i32 value = first_value + p * at_once;
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+            if (value < values) held[p][j] = load16(cells + value * size + first_key + j * 4 * lanes);
+        }
+    }
+
+    // A channel a thread: its line, its token, its convolution.
+    bf16* const line = conv_state + slot * conv_slot;
+    bf16 past[rounds][KDA_COLUMNS], token[rounds];
+    const auto channel_of = [&](i32 n) {  // among those of the row
+        return n < size ? head * size + n : n < 2 * size ? (KDA_HEADS + head) * size + n - size
+                                                         : (2 * KDA_HEADS + head) * size + part * values + n - 2 * size;
+    };
+#pragma unroll
+    for (i32 r = 0; r < rounds; ++r) {
+        const i32 n = thread_x() + r * threads;
+        if (n >= channels) continue;
+        const i32 channel = channel_of(n);
+        token[r] = qkv[row * qkv_row + channel];
+#pragma unroll
+        for (i32 j = 0; j < KDA_COLUMNS; ++j) past[r][j] = line[static_cast<i64>(j) * conv_column + channel];
+        const four taps = four_of(load16(conv_weight + static_cast<i64>(channel) * KDA_TAPS));
+        float total = to_float(token[r]) * taps.at[history];
+#pragma unroll
+        for (i32 j = 0; j < history; ++j) {
+            total = k3::fma(to_float(past[r][KDA_COLUMNS - history + j]), taps.at[j], total);
+        }
+        const float convolved = when_inner(total * fast_sigmoid(total));
+        (n < size ? q_of[n] : n < 2 * size ? k_of[n - size] : v_of[n - 2 * size]) = convolved;
+    }
+    const float rate = fast_exp(a_log[head]);
+    for (i32 n = thread_x(); n < size; n += threads) {
+        const float moved = to_float(f[row * f_row + head * size + n]) + dt_bias[head * size + n];
+        decay_of[n] = fast_exp(fast_sigmoid(rate * moved) * bound);
+    }
+    const float beta = fast_sigmoid(to_float(b[row * b_row + head]));
+    barrier();
+
+    four q[4], k[4], decay[4];
+    float of_q = 0.0f, of_k = 0.0f, of_both = 0.0f;
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) {
+        const i32 key = first_key + j * 4 * lanes;
+        q[j] = four_of(load16(q_of + key)), k[j] = four_of(load16(k_of + key)), decay[j] = four_of(load16(decay_of + key));
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) {
+            of_q = k3::fma(q[j].at[i], q[j].at[i], of_q);
+            of_k = k3::fma(k[j].at[i], k[j].at[i], of_k);
+            of_both = k3::fma(q[j].at[i], k[j].at[i], of_both);
+        }
+    }
+    const float unit_q = fast_rsqrt(group_sum<lanes>(of_q) + l2_eps) * q_scale;
+    const float unit_k = fast_rsqrt(group_sum<lanes>(of_k) + l2_eps);
+    of_both = group_sum<lanes>(of_both) * unit_q * unit_k;
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) {
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) q[j].at[i] *= unit_q, k[j].at[i] *= unit_k;
+    }
+
+    float square = 0.0f;
+#pragma unroll
+    for (i32 p = 0; p < passes; ++p) {
+        const i32 value = first_value + p * at_once;
+        const bool here = value < values;
+        float predicted = 0.0f, read = 0.0f;
+        four decayed[4];
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+            decayed[j] = four_of(here ? held[p][j] : u32x4{0, 0, 0, 0});
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) {
+                decayed[j].at[i] *= decay[j].at[i];
+                predicted = k3::fma(decayed[j].at[i], k[j].at[i], predicted);
+                read = k3::fma(decayed[j].at[i], q[j].at[i], read);
+            }
+        }
+        predicted = group_sum<lanes>(predicted), read = group_sum<lanes>(read);
+        const float update = here ? beta * (v_of[here ? value : 0] - predicted) : 0.0f;
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) decayed[j].at[i] = k3::fma(update, k[j].at[i], decayed[j].at[i]);
+            if (here) store16(cells + value * size + first_key + j * 4 * lanes, packed_of(decayed[j]));
+        }
+        read = when_inner(k3::fma(update, of_both, read));
+        if (here && lane() % lanes == 0) read_of[value] = read, square = k3::fma(read, read, square);
+    }
+    square = wave_sum(square);
+    cluster_wait<split>();  // all workgroups of the head have started: their shared memory may be written
+    if (lane() == 0) leave<split, (split > 1)>(&squares[part * waves + wave()], square, of_squares);
+    if (split > 1) barrier();  // of what was read out; those of other workgroups are waited for below
+    meet<split, (split > 1)>(of_squares);
+    float sum = 0.0f;
+#pragma unroll
+    for (i32 w = 0; w < split * waves; ++w) sum += squares[w];
+    if (thread_x() < values) {
+        const i32 value = part * values + thread_x();
+        const float z = to_float(gate[row * gate_row + static_cast<i64>(head) * gate_head + value]);
+        const float normed = read_of[thread_x()] * fast_rsqrt(sum * (1.0f / size) + norm_eps) * norm_weight[value];
+        result[thread_x()] = to_bf16(normed * (KDA_SILU ? z * fast_sigmoid(z) : fast_sigmoid(z)));
+    }
+
+    // Everyone has read the lines of q and k before its squares arrived here.
+#pragma unroll
+    for (i32 r = 0; r < rounds; ++r) {
+        const i32 n = thread_x() + r * threads;
+        if (n >= channels || (n < 2 * size && part != 0)) continue;
+        const i32 channel = channel_of(n);
+#pragma unroll
+        for (i32 j = 1; j < KDA_COLUMNS; ++j) line[static_cast<i64>(j - 1) * conv_column + channel] = past[r][j];
+        line[static_cast<i64>(KDA_COLUMNS - 1) * conv_column + channel] = token[r];
+    }
+}

@@ -1,0 +1,138 @@
+"""The HIP C++ kernel of `k3::kda_decode` (`hip/kda_decode.hip`): bf16 inputs, fp32 states, compiled for each shape.
+
+AMD       one workgroup a head of a row
+NVIDIA    few heads (sm_90 and later): a cluster of workgroups shares a head, each with a part of its values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.devices import device_facts, loaded_function
+from k3rewrite.ops.kernel import HipUnit
+from k3rewrite.targets import Target
+
+PATH = Path(__file__).parent / "hip" / "kda_decode.hip"
+SYMBOL = "kda_decode"
+SIZES, TAPS = (64, 128), 4
+CLUSTER_ARCHS = ("sm_90", "sm_100")
+_NARROW = ("qkv", "f", "b", "gate", "conv_state")
+_SLOTS = {torch.int32: 32, torch.int64: 64}
+_ROWS_WITHOUT_A_NUMBER = 64
+"""rows of a symbolic batch for which the layout to compile is chosen"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Workgroups that share a head, waves of each, and whether the launch overlaps the kernel before it."""
+
+    split: int
+    waves: int
+    dependent: bool = False
+
+
+def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
+    """`heads`: of all rows. As many workgroups a head as leave no compute unit with two, up to 8. Not measured."""
+    if arch not in CLUSTER_ARCHS:
+        return Layout(1, 8 if heads >= compute_units else 16)
+    split = 8
+    while split > 1 and (heads * split > compute_units or size // split < 16):
+        split //= 2
+    return Layout(split, 8 if split == 1 else 4, dependent=True)
+
+
+def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
+    """None, or why a call that the Triton kernel takes is not this one's."""
+    if target.vendor == "nvidia" and target.arch not in CLUSTER_ARCHS:
+        return f"{target.arch} has no clusters of workgroups"
+    for name in _NARROW:
+        if (dtype := arguments[name].dtype) != torch.bfloat16:
+            return f"{name} is {str(dtype).removeprefix('torch.')}; bfloat16 is read"
+    if arguments["out_dtype"] != torch.bfloat16 or arguments["inner_dtype"] not in (torch.float32, torch.bfloat16):
+        return "writes bfloat16, and rounds on the way to bfloat16 or not at all"
+    state, weight = arguments["state"], arguments["conv_weight"]
+    if state.shape[3] not in SIZES or weight.shape[1] != TAPS:
+        return (
+            f"heads of {state.shape[3]} and {weight.shape[1]} taps; {' or '.join(map(str, SIZES))} and {TAPS} are taken"
+        )
+    for tensor, name in ((state, "the state"), (weight, "the taps")):
+        steps = (*tensor.stride()[:-1], tensor.storage_offset())
+        if any(not isinstance(step, int) or step % 4 for step in steps):
+            return f"rows of {name} do not begin at multiples of 16 bytes"
+    if not same_size(arguments["norm_weight"].stride(0), 1):
+        return "the weight of the norm is not contiguous"
+    return None
+
+
+def units(arguments: Mapping[str, Any], target: Target) -> Sequence[HipUnit]:
+    state, rows = arguments["state"], arguments["qkv"].shape[0]
+    count = rows if isinstance(rows, int) else _ROWS_WITHOUT_A_NUMBER
+    return [unit(arguments, layout_for(state.shape[3], count * state.shape[1], target.arch, target.compute_units))]
+
+
+def unit(arguments: Mapping[str, Any], layout: Layout) -> HipUnit:
+    """What to compile for a call."""
+    state, slots = arguments["state"], arguments["slots"]
+    values = {
+        "HEADS": state.shape[1],
+        "SIZE": state.shape[3],
+        "TAPS": arguments["conv_weight"].shape[1],
+        "COLUMNS": arguments["columns"],
+        "SPLIT": layout.split,
+        "WAVES": layout.waves,
+        "SLOTS": 0 if slots is None else _SLOTS[slots.dtype],
+        "NULL": int(arguments["null_slot"] and slots is not None),
+        "SILU": int(arguments["activation"] == "silu"),
+        "INNER_BF16": int(arguments["inner_dtype"] == torch.bfloat16),
+        "DEPENDENT": int(layout.dependent),
+    }
+    return HipUnit(PATH, SYMBOL, {f"KDA_{name}": str(value) for name, value in values.items()})
+
+
+def kda_decode(
+    qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor,
+    norm_weight: Tensor, conv_state: Tensor, state: Tensor, slots: Tensor | None, null_slot: bool, columns: int,
+    bound: float, q_scale: float, l2_eps: float, norm_eps: float, activation: str, inner_dtype: torch.dtype,
+    out_dtype: torch.dtype, *, in_place: bool = False, layout: Layout | None = None,
+) -> tuple[Tensor, Tensor, Tensor] | Tensor:  # fmt: skip
+    """As `launch.kda_decode`, by the HIP kernel. A `layout` takes the place of the target's own."""
+    if not in_place:
+        conv_state, state = (torch.empty_like(pool).copy_(pool) for pool in (conv_state, state))
+    rows, heads, size = qkv.shape[0], state.shape[1], state.shape[3]
+    out = qkv.new_empty((rows, heads, size), dtype=out_dtype)
+    if rows:
+        arch, compute_units = device_facts(qkv.device)
+        chosen = layout or layout_for(size, rows * heads, arch, compute_units)
+        wanted = unit(
+            {"state": state, "slots": slots, "conv_weight": conv_weight, "columns": columns, "null_slot": null_slot,
+             "activation": activation, "inner_dtype": inner_dtype},
+            chosen,
+        )  # fmt: skip
+        with torch.cuda.device(qkv.device):
+            loaded = _function(tuple(wanted.defines.items()), qkv.device)
+            loaded(
+                grid=(rows * heads * chosen.split,),
+                threads=chosen.waves * (32 if torch.version.hip is None else 64),
+                dependent=chosen.dependent,
+                arguments=[
+                    qkv, qkv.stride(0), f, f.stride(0), b, b.stride(0), gate, gate.stride(0), gate.stride(1),
+                    conv_weight, a_log, dt_bias, norm_weight, conv_state, conv_state.stride(0), conv_state.stride(1),
+                    state, state.stride(0), state.stride(1), qkv if slots is None else slots, out, float(bound),
+                    float(q_scale), float(l2_eps), float(norm_eps),
+                ],
+            )  # fmt: skip
+    return out if in_place else (out, conv_state, state)
+
+
+@cache
+def _function(defines: tuple[tuple[str, str], ...], device: torch.device) -> Any:
+    """The kernel for these sizes, compiled and loaded on `device`, the current one."""
+    return loaded_function(HipUnit(PATH, SYMBOL, dict(defines)))

@@ -1,0 +1,106 @@
+"""The HIP source of k3::kda_decode without a GPU: emulated against fp64, compiled for every target."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hip_emulation import COMPILER, emulated
+from kda_decode_cases import errors, make_call
+
+from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
+from k3rewrite.kernels.kda_decode import hip_kernel
+from k3rewrite.kernels.kda_decode.hip_kernel import Layout, layout_for
+from k3rewrite.kernels.kda_decode.kernel import KERNELS
+from k3rewrite.targets import load_target
+
+KERNEL = KERNELS[1]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("wave_size", [32, 64])
+@pytest.mark.parametrize("waves", [4, 8])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slots": [4, 0, 2, 1], "heads": 3, "size": 64},
+        {"slots": None, "rows": 2, "heads": 2, "size": 128, "null_slot": False},
+        {"slots": [3, 0, 5, -2], "heads": 2, "size": 128, "spare": 3, "inner": torch.bfloat16, "ids": torch.int32,
+         "activation": "silu"},
+    ],
+)  # fmt: skip
+def test_near_fp64(
+    settings: dict[str, Any], waves: int, wave_size: int, compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hip_kernel, "loaded_function", lambda unit: emulated(unit, compiled, wave_size))
+    monkeypatch.setattr(hip_kernel, "device_facts", lambda device: ("gfx950", 256))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.version, "hip", "7.0" if wave_size == 64 else None)
+    hip_kernel._function.cache_clear()
+    call = make_call(**settings)
+    kept = {name: value.clone() for name, value in call.items() if isinstance(value, torch.Tensor)}
+    found = errors(hip_kernel.kda_decode(**call, layout=Layout(1, waves)), call)
+    hip_kernel._function.cache_clear()
+    assert found["out"] <= (3e-3 if call["inner_dtype"] is torch.float32 else 6e-3)
+    assert found["state"] <= (1e-6 if call["inner_dtype"] is torch.float32 else 2e-3)
+    assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
+    assert all(torch.equal(kept[name].nan_to_num(7.0), call[name].nan_to_num(7.0)) for name in kept)
+
+
+@pytest.mark.parametrize("target", ["mi355x", "mi325x", "h200", "b200"])
+@pytest.mark.parametrize(("heads", "rows"), [(12, 1), (96, 8)])
+def test_compiled_for_every_target(target: str, heads: int, rows: int, tmp_path: Path) -> None:
+    """No spills; states by 16 bytes a lane; sums over keys by moves between lanes; little shared memory."""
+    pytest.importorskip("ziglang")
+    call, goal = make_call([*range(1, rows + 1)], heads, 128), load_target(target)
+    assert KERNEL.accepts(call, goal) is None
+    (unit,) = KERNEL.units(call, goal)
+    made = emit_unit(unit, goal, tmp_path, "kda_decode", Provenance("kda_decode", KERNEL.name))
+    if made.object is None:
+        pytest.skip(made.skipped)
+    assert made.resources is not None and made.assembly is not None
+    assert made.resources.spills == 0 and made.resources.registers <= 168 and made.resources.lds_bytes <= 4096
+    text = made.assembly.read_text()
+    if goal.vendor == "amd":
+        passes = 128 // (int(unit.defines["KDA_WAVES"]) * 8)
+        # states, and the taps of q, k and v
+        assert text.count("global_load_dwordx4") >= 4 * passes + 1
+        assert text.count("global_store_dwordx4") == 4 * passes
+        assert summarise_assembly(text).dpp > 0 and "_atomic" not in text
+    else:
+        assert "ld.global.v4" in text and "st.global.v4" in text and "shfl.sync.bfly" in text
+        assert ("st.async" in text) is (int(unit.defines["KDA_SPLIT"]) > 1)
+        if "st.async" in text:
+            (name,) = re.findall(r"expect_tx\S+ _, \[\S+\], (%r\d+)", text)
+            bytes_of = int(re.findall(rf"mov\.[bu]32 \t?{re.escape(name)}, (\d+)", text)[-1])
+            assert bytes_of == int(unit.defines["KDA_SPLIT"]) * int(unit.defines["KDA_WAVES"]) * 4
+
+
+def test_layouts() -> None:
+    every = {heads: layout_for(128, heads, "sm_90", 132) for heads in (12, 17, 34, 67, 96, 768)}
+    assert [layout.split for layout in every.values()] == [8, 4, 2, 1, 1, 1]
+    assert all(layout.dependent for layout in every.values())
+    assert layout_for(128, 12, "gfx950", 256) == Layout(1, 16) and layout_for(128, 768, "gfx950", 256) == Layout(1, 8)
+
+
+def test_what_it_does_not_take() -> None:
+    h200, call = load_target("h200"), make_call([1, 2], 2, 64)
+    assert KERNEL.accepts(call, h200) is None
+    for change, reason in (
+        ({"qkv": call["qkv"].float()}, "qkv is float32; bfloat16 is read"),
+        ({"out_dtype": torch.float32}, "writes bfloat16"),
+        ({"state": torch.randn(8, 2, 64, 65)[..., 1:]}, "do not lie in one piece"),
+    ):
+        assert reason in str(KERNEL.accepts(call | change, h200))
+    small = make_call([1, 2], 2, 16)
+    assert "64 or 128" in str(KERNEL.accepts(small, h200))
+    assert "target cpu runs the reference" in str(KERNEL.accepts(call, load_target("cpu")))
