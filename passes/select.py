@@ -78,4 +78,4 @@ def choose(node: Node, op_name: str, context: PassContext, language: Language = 
     best, estimate = min(wanted, key=lambda offer: offer[1])
     rest = [f"{k.name} {us:.2f} us" for k, us in wanted if k is not best] + objections
     paths = f": {best.paths(arguments, context.target)}" if best.paths else ""
-    return best, f"{best.name} {estimate:.2f} us{paths}" + (f" (others: {'; '.join(rest)})" if rest else "")
+    return best, f"{best.name}, estimated {estimate:.2f} us{paths}" + (f" (others: {'; '.join(rest)})" if rest else "")

@@ -22,7 +22,7 @@ EXAMPLES = 3
 MOST_RUNS = 20
 """how many runs of a folder are listed"""
 _NODE_NUMBER = re.compile(r"\b([A-Za-z_]\w*?)[_.]\d+\b")
-_QUOTED_NODE = re.compile(r"'([A-Za-z]\w*?)_#'")
+_QUOTED_NODE = re.compile(r"'([A-Za-z_]\w*?)_#'")
 _SOURCE = re.compile(r" \([^()\s]+:\d+ in [^()]*\)")
 _T = TypeVar("_T")
 
@@ -121,7 +121,7 @@ def _explain_pass(entry: PassReport, *, every_site: bool) -> Iterator[Text | Pad
 
 def _explain_sites(sites: Sequence[Site], every_site: bool) -> Iterator[Padding]:
     for (policy,), entries in group_by(sites, lambda s: (s.policy,)):
-        yield _indented(f"matched {len(entries)} ({policy})", 2, "green")
+        yield _indented(f"matched {len(entries)}" + (f" ({policy})" if policy else ""), 2, "green")
         if every_site:
             for s in entries:
                 replaced = f" -> {s.replaced_by}" if s.replaced_by else ""

@@ -181,6 +181,11 @@ def test_error_of_a_run_is_shown(report: RunReport) -> None:
     assert "ended by an error: lift_rms_norm: expected >= 96" in shown(explain(report))
 
 
+def test_a_node_without_a_number_is_of_the_same_group() -> None:
+    reasons = ["found view '_unsafe_view'", "found view '_unsafe_view_1'", "found view 'view'", "found view 'view_12'"]
+    assert [len(entries) for _, entries in group_by(reasons, lambda reason: (reason,))] == [2, 2]
+
+
 def test_different_values_are_different_groups() -> None:
     reasons = [
         "eps 1e-05",
