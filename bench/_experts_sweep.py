@@ -10,7 +10,8 @@ from dataclasses import replace
 from _experts_inputs import Inputs
 from _experts_variants import FEW, Call, hip, mxfp4, scheduled
 
-from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4_bulk, hip_mxfp4_registers, hip_mxfp4_shared
+from k3rewrite.kernels.experts import hip_kernel
+from k3rewrite.kernels.experts.mxfp4 import bulk, registers, shared
 from k3rewrite.kernels.experts.schedule import Schedule, Tiles
 
 ROUTE_TILES = [
@@ -43,7 +44,7 @@ HIP_LAYOUTS = [
         [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2)], (2, 4, 8), [(False, False), (False, True), (True, True)]
     )
 ]  # fmt: skip
-_REGISTERS, _BULK = hip_mxfp4_registers.Layout(), hip_mxfp4_bulk.Layout()
+_REGISTERS, _BULK = registers.Layout(), bulk.Layout()
 MXFP4_LAYOUTS = [
     *(
         replace(_REGISTERS, gate_up_waves=waves, occupancy=occupancy)
@@ -63,7 +64,7 @@ MXFP4_LAYOUTS = [
     ),
 ]
 """one of the two kernels changed at a time"""
-_SHARED = hip_mxfp4_shared.Layout()
+_SHARED = shared.Layout()
 MXFP4_SHARED_LAYOUTS = [
     *(replace(_SHARED, together=n, occupancy=o) for n, o in [(2, 6), (2, 8), (4, 6), (4, 4), (8, 4)]),
     *(

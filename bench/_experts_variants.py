@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from _experts_inputs import FEWEST, MODEL, Inputs, Weights
 from torch import Tensor
 
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4, launch
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, launch
+from k3rewrite.kernels.experts.mxfp4 import choose
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import Schedule
 from k3rewrite.pipeline.pass_base import PassContext
@@ -52,7 +53,7 @@ def hip(data: Inputs, layout: hip_kernel.Layout, i: int) -> Tensor:
     return hip_kernel.warp_decode(arguments, Facts.of(arguments, torch.version.hip is None), layout)
 
 
-def mxfp4(data: Inputs, layout: hip_mxfp4.Layout, i: int) -> Tensor:
+def mxfp4(data: Inputs, layout: choose.Layout, i: int) -> Tensor:
     arguments = data.arguments(i, FEWEST)
     return layout.run(arguments, Facts.of(arguments, True))
 

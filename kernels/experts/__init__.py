@@ -4,7 +4,7 @@ op.py              meaning, schema, shape, cost       formats.py     dense, MXFP
 schedule.py        which path and tiles a number of tokens gets
 triton_decode.py   few tokens: outputs are owned      triton_shared.py   one read for the routes of an expert
 triton_sorted.py   many tokens: the expert-centric path
-hip_kernel.py      few tokens in HIP C++ (hip/)       hip_mxfp4.py       few tokens, MXFP4, NVIDIA
+hip_kernel.py      few tokens in HIP C++ (hip/)       mxfp4/choose.py       few tokens, MXFP4, NVIDIA
 hip_call.py        what the two share: how many tokens are few, and handing the others over
 plan.py            a call as a list of launches       launch.py      running them on tensors
 paths.py           which path serves which number of tokens, in words

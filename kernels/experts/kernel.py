@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, launch
+from k3rewrite.kernels.experts import hip_kernel, launch
 from k3rewrite.kernels.experts.accept import accepts
+from k3rewrite.kernels.experts.mxfp4 import choose
 from k3rewrite.kernels.experts.op import OP
 from k3rewrite.kernels.experts.paths import described
 from k3rewrite.kernels.experts.plan import DOWN_WEIGHTS, NAMES, PARAMETER, WEIGHTS, Facts, Step, plan
@@ -31,7 +32,7 @@ _HIP_SOURCES = (
 )
 _MXFP4_SOURCES = (
     *sorted((_FOLDER / "hip").glob("mxfp4*")),
-    *sorted(_FOLDER.glob("hip_mxfp4*.py")),
+    *sorted((_FOLDER / "mxfp4").glob("*.py")),
     *_HIP_SOURCES,
 )
 _FLOOR_US = 6.0
@@ -62,7 +63,7 @@ def _warp_decode_paths(arguments: Mapping[str, Any], target: Target) -> str:
 
 
 def _mxfp4_paths(arguments: Mapping[str, Any], target: Target) -> str:
-    return described(Facts.of(arguments, True), target.arch, "integer matrix units", hip_mxfp4.FEW.takes)
+    return described(Facts.of(arguments, True), target.arch, "integer matrix units", choose.FEW.takes)
 
 
 def units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
@@ -158,9 +159,9 @@ KERNELS = (
         name="experts.mxfp4",
         op="experts",
         language="hip",
-        accepts=hip_mxfp4.accepts,
-        launch=hip_mxfp4.experts,
-        units=hip_mxfp4.units,
+        accepts=choose.accepts,
+        launch=choose.experts,
+        units=choose.units,
         cost_us=_cost_us_of_few,
         sources=(*_MXFP4_SOURCES, *_SOURCES),
         paths=_mxfp4_paths,

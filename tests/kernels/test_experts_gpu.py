@@ -12,15 +12,8 @@ import pytest
 import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
 
-from k3rewrite.kernels.experts import (
-    KERNELS,
-    hip_kernel,
-    hip_mxfp4,
-    hip_mxfp4_bulk,
-    hip_mxfp4_registers,
-    hip_mxfp4_shared,
-    launch,
-)
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, launch
+from k3rewrite.kernels.experts.mxfp4 import bulk, choose, registers, shared
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import Schedule, schedules_of
 
@@ -48,20 +41,20 @@ def published(**arguments: Any) -> torch.Tensor:
 
 
 ALONE = (
-    hip_mxfp4_registers.Layout(4, down_waves=4, group=1),
-    hip_mxfp4_bulk.Layout(),
-    hip_mxfp4_bulk.Layout(4, gate_up_ring=1, down_waves=8, down_ring=1, tiles=1),
+    registers.Layout(4, down_waves=4, group=1),
+    bulk.Layout(),
+    bulk.Layout(4, gate_up_ring=1, down_waves=8, down_ring=1, tiles=1),
 )
 
 
 SHARED = (
-    hip_mxfp4_shared.Layout(2, gate_up_waves=4, gate_up_ring=4, down_waves=4, down_ring=4, shares=2),
-    hip_mxfp4_shared.Layout(),
-    hip_mxfp4_shared.Layout(8, occupancy=4),
+    shared.Layout(2, gate_up_waves=4, gate_up_ring=4, down_waves=4, down_ring=4, shares=2),
+    shared.Layout(),
+    shared.Layout(8, occupancy=4),
 )
 
 
-def mxfp4(layout: hip_mxfp4.Layout, **arguments: Any) -> torch.Tensor:
+def mxfp4(layout: choose.Layout, **arguments: Any) -> torch.Tensor:
     return layout.run(arguments, Facts.of(arguments, True))
 
 
@@ -133,7 +126,7 @@ def test_mxfp4_of_many_experts_a_token(tokens: int, top_k: int) -> None:
 @pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA")
 @pytest.mark.parametrize("layout", SHARED)
 @pytest.mark.parametrize(("shape", "activation"), [(K3, "situ"), (QWEN3, "silu"), (SMALL, "situ")])
-def test_mxfp4_of_tokens_that_meet(layout: hip_mxfp4_shared.Layout, shape: dict[str, int], activation: str) -> None:
+def test_mxfp4_of_tokens_that_meet(layout: shared.Layout, shape: dict[str, int], activation: str) -> None:
     """Eight experts for up to 40 tokens: up to 40 routes of one, and none of some where a token stands alone."""
     for tokens in (1, 9, 40):
         case = make_case(tokens, 4, **{"experts": 8, **shape}, format="mxfp4", activation=activation, device="cuda")

@@ -11,14 +11,8 @@ from experts_cases import FEWEST, MODEL
 from test_experts_triton import K3_TP8, QWEN3, call
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
-from k3rewrite.kernels.experts import (
-    KERNELS,
-    hip_kernel,
-    hip_mxfp4,
-    hip_mxfp4_bulk,
-    hip_mxfp4_registers,
-    hip_mxfp4_shared,
-)
+from k3rewrite.kernels.experts import KERNELS, hip_kernel
+from k3rewrite.kernels.experts.mxfp4 import bulk, choose, registers, shared
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.targets import load_target
 
@@ -66,15 +60,15 @@ def test_the_published_form_in_ptx(target: str, layout: hip_kernel.Layout, tmp_p
 
 
 SHARED = {
-    "shared by 2": (hip_mxfp4_shared.Layout(2), 80),
-    "shared by 8": (hip_mxfp4_shared.Layout(8, occupancy=4), 128),
+    "shared by 2": (shared.Layout(2), 80),
+    "shared by 8": (shared.Layout(8, occupancy=4), 128),
 }
 """layouts that no call gets, and how many registers each may take"""
 CHOSEN = {
-    "registers": (1, hip_mxfp4_registers.Layout, 168),
-    "registers, one expert at a time": (4, hip_mxfp4_registers.Layout, 144),
-    "bulk": (16, hip_mxfp4_bulk.Layout, 128),
-    "shared": (80, hip_mxfp4_shared.Layout, 96),
+    "registers": (1, registers.Layout, 168),
+    "registers, one expert at a time": (4, registers.Layout, 144),
+    "bulk": (16, bulk.Layout, 128),
+    "shared": (80, shared.Layout, 96),
 }
 """tokens of Kimi K3, what they get, and how many registers it may take"""
 
@@ -90,7 +84,7 @@ def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], layo
         facts = Facts.of(arguments, nvidia=True)
         if layout in CHOSEN:
             tokens, kind, most = CHOSEN[layout]
-            made_of = hip_mxfp4.layout_for(arguments, facts, tokens)
+            made_of = choose.layout_for(arguments, facts, tokens)
             assert isinstance(made_of, kind) or shape is not K3_TP8
         else:
             made_of, most = SHARED[layout]

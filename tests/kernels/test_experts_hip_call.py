@@ -14,16 +14,8 @@ from test_experts_triton import K3_TP8, QWEN3, call
 from torch import Tensor
 
 from k3rewrite.emit import Provenance, emit_unit
-from k3rewrite.kernels.experts import (
-    KERNELS,
-    hip_call,
-    hip_kernel,
-    hip_mxfp4,
-    hip_mxfp4_bulk,
-    hip_mxfp4_registers,
-    hip_mxfp4_shared,
-    launch,
-)
+from k3rewrite.kernels.experts import KERNELS, hip_call, hip_kernel, launch
+from k3rewrite.kernels.experts.mxfp4 import bulk, choose, launching, registers, shared
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.runs import noting, watching
 from k3rewrite.targets import load_target
@@ -46,9 +38,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(launch, "experts", recorded("triton"))
     monkeypatch.setattr(hip_kernel, "warp_decode", recorded("hip"))
-    monkeypatch.setattr(hip_mxfp4_registers, "mxfp4_decode", recorded("mxfp4"))
-    monkeypatch.setattr(hip_mxfp4_bulk, "mxfp4_bulk", recorded("bulk"))
-    monkeypatch.setattr(hip_mxfp4_shared, "mxfp4_shared", recorded("shared"))
+    monkeypatch.setattr(registers, "mxfp4_registers", recorded("mxfp4"))
+    monkeypatch.setattr(bulk, "mxfp4_bulk", recorded("bulk"))
+    monkeypatch.setattr(shared, "mxfp4_shared", recorded("shared"))
     return calls
 
 
@@ -108,15 +100,15 @@ def test_lanes_that_read_a_row_together(width: int, wave: int, side_by_side: boo
 LAUNCHED = [
     (hip_kernel, "dense", hip_kernel.PUBLISHED),
     (hip_kernel, "dense", hip_kernel.CHOSEN),
-    (hip_mxfp4_registers, "mxfp4", hip_mxfp4_registers.Layout()),
-    (hip_mxfp4_bulk, "mxfp4", hip_mxfp4_bulk.Layout()),
-    (hip_mxfp4_shared, "mxfp4", hip_mxfp4_shared.Layout()),
+    (registers, "mxfp4", registers.Layout()),
+    (bulk, "mxfp4", bulk.Layout()),
+    (shared, "mxfp4", shared.Layout()),
 ]
 DECODE = {
     hip_kernel: (hip_kernel.warp_decode, 2),
-    hip_mxfp4_registers: (hip_mxfp4_registers.mxfp4_decode, 3),
-    hip_mxfp4_bulk: (hip_mxfp4_bulk.mxfp4_bulk, 3),
-    hip_mxfp4_shared: (hip_mxfp4_shared.mxfp4_shared, 4),
+    registers: (registers.mxfp4_registers, 3),
+    bulk: (bulk.mxfp4_bulk, 3),
+    shared: (shared.mxfp4_shared, 4),
 }
 """how a module is called, and how often it launches"""
 
@@ -143,12 +135,15 @@ def test_what_is_handed_to_a_kernel_is_what_it_declares(
 
         return launch
 
-    monkeypatch.setattr(module, "loaded_function", loaded)
+    for asking in (hip_kernel, launching):
+        monkeypatch.setattr(asking, "loaded_function", loaded)
+    launching.launches.cache_clear()
     monkeypatch.setattr(hip_kernel, "load_target", lambda name: target)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     named = arguments(format, 3)
     decode, launches = DECODE[module]
     assert decode(named, Facts.of(named, nvidia=True), layout).shape == (3, SIZES["outer"])
+    launching.launches.cache_clear()
     assert len(launched) == launches
     for symbol, given in launched.items():
         declared = re.findall(rf"\.param \.([a-z]+\d+)[^,)]* {symbol}_param_\d+", emitted[symbol].assembly.read_text())
@@ -169,7 +164,7 @@ def test_how_many_tokens_are_few() -> None:
 
     assert most(hip_kernel.FEW, QWEN3, "dense") == 12
     assert most(hip_kernel.FEW, K3_TP8, "dense") == 23
-    assert most(hip_mxfp4.FEW, K3_TP8, "mxfp4") == 89
+    assert most(choose.FEW, K3_TP8, "mxfp4") == 89
 
 
 def mxfp4_call(tokens: int, **changes: Any) -> tuple[dict[str, Any], Facts]:
@@ -180,42 +175,42 @@ def mxfp4_call(tokens: int, **changes: Any) -> tuple[dict[str, Any], Facts]:
 @pytest.mark.parametrize(
     ("tokens", "wanted"),
     [
-        (1, hip_mxfp4_registers.Layout()),
-        (2, hip_mxfp4_registers.Layout()),
-        (3, hip_mxfp4_registers.Layout(down_waves=4, group=1)),
-        (5, hip_mxfp4_registers.Layout(down_waves=4, group=1)),
-        (6, hip_mxfp4_bulk.Layout()),
-        (44, hip_mxfp4_bulk.Layout()),
-        (45, hip_mxfp4_shared.Layout()),
-        (89, hip_mxfp4_shared.Layout()),
+        (1, registers.Layout()),
+        (2, registers.Layout()),
+        (3, registers.Layout(down_waves=4, group=1)),
+        (5, registers.Layout(down_waves=4, group=1)),
+        (6, bulk.Layout()),
+        (44, bulk.Layout()),
+        (45, shared.Layout()),
+        (89, shared.Layout()),
     ],
 )
-def test_what_a_number_of_tokens_gets(tokens: int, wanted: hip_mxfp4.Layout) -> None:
+def test_what_a_number_of_tokens_gets(tokens: int, wanted: choose.Layout) -> None:
     made, facts = mxfp4_call(tokens)
-    assert hip_mxfp4.FEW.takes(facts, 89) and not hip_mxfp4.FEW.takes(facts, 90)
-    assert hip_mxfp4.layout_for(made, facts, tokens) == wanted
+    assert choose.FEW.takes(facts, 89) and not choose.FEW.takes(facts, 90)
+    assert choose.layout_for(made, facts, tokens) == wanted
 
 
 def test_a_symbolic_batch_has_the_launches_of_every_number_of_tokens() -> None:
     """86 to 102 tokens get bulk copies here, and no power of two does."""
     made = call(1, (3, 384, 2048, 128, 2048), "mxfp4")
     facts = Facts.of(made, nvidia=True)
-    few = [n for n in range(1, 5000) if hip_mxfp4.FEW.takes(facts, n)]
-    wanted = {hip_mxfp4.layout_for(made, facts, n) for n in few}
-    assert set(hip_mxfp4.layouts_of(made, facts)) == wanted and hip_mxfp4_bulk.Layout() in wanted
+    few = [n for n in range(1, 5000) if choose.FEW.takes(facts, n)]
+    wanted = {choose.layout_for(made, facts, n) for n in few}
+    assert set(choose.layouts_of(made, facts)) == wanted and bulk.Layout() in wanted
 
 
 def test_rows_that_are_fetched_many_at_a_time_lie_one_after_the_other() -> None:
     made, facts = mxfp4_call(16)
-    assert hip_mxfp4_bulk.objection(made, facts) is None
+    assert bulk.objection(made, facts) is None
     for name in ("w_gate", "w_down", "s_gate", "s_down"):
         tensor = made[name]
         apart = torch.empty(*tensor.shape[:2], 2 * tensor.shape[2], dtype=tensor.dtype, device="meta")[
             ..., : tensor.shape[2]
         ]
         moved, _ = mxfp4_call(16, **{name: apart})
-        assert f"rows of {name} do not lie one after the other" in str(hip_mxfp4_bulk.objection(moved, facts))
-        assert isinstance(hip_mxfp4.layout_for(moved, facts, 16), hip_mxfp4_registers.Layout)
+        assert f"rows of {name} do not lie one after the other" in str(bulk.objection(moved, facts))
+        assert isinstance(choose.layout_for(moved, facts, 16), registers.Layout)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +224,7 @@ def test_rows_that_are_fetched_many_at_a_time_lie_one_after_the_other() -> None:
 )
 def test_three_workgroups_of_bulk_copies_fit(shape: tuple[int, ...], ring: int, tiles: int) -> None:
     facts = Facts.of(call(1, shape, "mxfp4"), nvidia=True)  # type: ignore[arg-type]
-    layout = hip_mxfp4_bulk.layout_for(facts)
+    layout = bulk.layout_for(facts)
     assert (layout.gate_up_ring, layout.tiles) == (ring, tiles)
 
 

@@ -12,7 +12,8 @@ import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
 from hip_emulation import COMPILER, emulated
 
-from k3rewrite.kernels.experts import hip_kernel, hip_mxfp4, hip_mxfp4_bulk, hip_mxfp4_registers, hip_mxfp4_shared
+from k3rewrite.kernels.experts import hip_kernel
+from k3rewrite.kernels.experts.mxfp4 import bulk, choose, launching, registers, shared
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.targets import load_target
 
@@ -20,8 +21,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 BOUND = {"fewest": 3e-3, "model": 8e-3, "bf16": 1.2e-2}
 MODES = {"fewest": FEWEST, "model": MODEL, "bf16": ALL_BF16}
-DECODE = {hip_kernel: hip_kernel.warp_decode, hip_mxfp4: lambda named, facts, layout: layout.run(named, facts)}
-PACKED_KERNELS = (hip_mxfp4_registers, hip_mxfp4_bulk, hip_mxfp4_shared)
+DECODE = {hip_kernel: hip_kernel.warp_decode, choose: lambda named, facts, layout: layout.run(named, facts)}
 DENSE = {"experts": 5, "inner": 320, "width": 72, "outer": 37}
 PACKED = {"experts": 5, "inner": 512, "width": 128, "outer": 96}
 
@@ -37,7 +37,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Any:
 
     def use(target: str) -> None:
         goal = load_target(target)
-        for module in (hip_kernel, *PACKED_KERNELS):
+        for module in (hip_kernel, launching):
             monkeypatch.setattr(module, "loaded_function", lambda unit: emulated(unit, compiled, goal.wave_size))
         forget()
         monkeypatch.setattr(hip_kernel, "load_target", lambda name: goal)
@@ -46,8 +46,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Any:
 
     def forget() -> None:
         hip_kernel._functions.cache_clear()
-        for module in PACKED_KERNELS:
-            module._launches.cache_clear()
+        launching.launches.cache_clear()
 
     yield use
     forget()
@@ -89,29 +88,29 @@ def test_warp_decode_of_a_window_with_the_models_roundings(on_cpu: Any) -> None:
 
 
 MXFP4 = {
-    "registers": hip_mxfp4_registers.Layout(),
-    "registers, two tiles": hip_mxfp4_registers.Layout(4, down_waves=2, tiles=2, group=1),
-    "registers, three tiles": hip_mxfp4_registers.Layout(12, down_waves=4, tiles=3, group=3),
-    "bulk": hip_mxfp4_bulk.Layout(),
-    "bulk, short rings": hip_mxfp4_bulk.Layout(3, gate_up_ring=1, down_waves=2, down_ring=1, tiles=1),
-    "bulk, long rings": hip_mxfp4_bulk.Layout(4, gate_up_ring=4, down_waves=2, down_ring=2, tiles=3),
+    "registers": registers.Layout(),
+    "registers, two tiles": registers.Layout(4, down_waves=2, tiles=2, group=1),
+    "registers, three tiles": registers.Layout(12, down_waves=4, tiles=3, group=3),
+    "bulk": bulk.Layout(),
+    "bulk, short rings": bulk.Layout(3, gate_up_ring=1, down_waves=2, down_ring=1, tiles=1),
+    "bulk, long rings": bulk.Layout(4, gate_up_ring=4, down_waves=2, down_ring=2, tiles=3),
 }
 
 
 @pytest.mark.parametrize("layout", list(MXFP4))
 def test_mxfp4(layout: str, on_cpu: Any) -> None:
     on_cpu("h200")
-    check(hip_mxfp4, make_case(2, 3, **PACKED, format="mxfp4"), MXFP4[layout], "fewest", "h200")
+    check(choose, make_case(2, 3, **PACKED, format="mxfp4"), MXFP4[layout], "fewest", "h200")
     window = make_case(2, 3, **PACKED, ids=[[1, 1, -1], [7, 4, 99]], activation="silu", format="mxfp4")
     window.weights = window.weights.bfloat16()
-    check(hip_mxfp4, window, MXFP4[layout], "bf16", "h200")
+    check(choose, window, MXFP4[layout], "bf16", "h200")
 
 
 @pytest.mark.parametrize("layout", ["registers", "bulk"])
 def test_mxfp4_of_a_window_with_the_models_roundings(layout: str, on_cpu: Any) -> None:
     on_cpu("h200")
     case = make_case(1, 5, experts=6, inner=768, width=256, outer=96, first=2, global_experts=9, format="mxfp4")
-    check(hip_mxfp4, case, MXFP4[layout], "model", "h200")
+    check(choose, case, MXFP4[layout], "model", "h200")
 
 
 @pytest.mark.parametrize("layout", ["registers", "bulk"])
@@ -133,13 +132,13 @@ def test_activations_of_very_different_sizes(on_cpu: Any) -> None:
     case = make_case(2, 2, **PACKED, format="mxfp4")
     case.x *= torch.logspace(-6, 6, PACKED["inner"]).bfloat16()
     case.x[:, -64:] = 0
-    check(hip_mxfp4, case, MXFP4["bulk"], "fewest", "h200")
+    check(choose, case, MXFP4["bulk"], "fewest", "h200")
 
 
 SHARED = {
-    "two": hip_mxfp4_shared.Layout(2, gate_up_waves=4, gate_up_ring=1, down_waves=2, down_ring=1, shares=1),
-    "four": hip_mxfp4_shared.Layout(),
-    "eight": hip_mxfp4_shared.Layout(8, gate_up_waves=12, gate_up_ring=3, down_waves=3, down_ring=4, shares=5),
+    "two": shared.Layout(2, gate_up_waves=4, gate_up_ring=1, down_waves=2, down_ring=1, shares=1),
+    "four": shared.Layout(),
+    "eight": shared.Layout(8, gate_up_waves=12, gate_up_ring=3, down_waves=3, down_ring=4, shares=5),
 }
 
 
@@ -148,16 +147,16 @@ def test_mxfp4_of_tokens_that_meet(layout: str, on_cpu: Any) -> None:
     """More routes of an expert than work together, fewer, one, none; also as int32, and across 32 of them."""
     on_cpu("h200")
     everyone = [[t % 5, 4, 1 if t < 5 else 3] for t in range(13)]  # expert 4: 13 routes and those of t % 5 == 4
-    check(hip_mxfp4, make_case(13, 3, **PACKED, ids=everyone, format="mxfp4"), SHARED[layout], "fewest", "h200")
+    check(choose, make_case(13, 3, **PACKED, ids=everyone, format="mxfp4"), SHARED[layout], "fewest", "h200")
     window = make_case(2, 3, **PACKED, ids=[[1, 1, -1], [7, 1, 99]], activation="silu", format="mxfp4")
     window.weights, window.ids = window.weights.bfloat16(), window.ids.int()
-    check(hip_mxfp4, window, SHARED[layout], "bf16", "h200")
+    check(choose, window, SHARED[layout], "bf16", "h200")
 
 
 def test_mxfp4_of_tokens_that_meet_in_a_window_with_the_models_roundings(on_cpu: Any) -> None:
     on_cpu("h200")
     case = make_case(6, 5, experts=6, inner=768, width=256, outer=96, first=2, global_experts=9, format="mxfp4")
-    check(hip_mxfp4, case, SHARED["four"], "model", "h200")
+    check(choose, case, SHARED["four"], "model", "h200")
 
 
 def test_a_token_gets_the_same_result_among_others(on_cpu: Any) -> None:

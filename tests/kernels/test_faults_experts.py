@@ -42,7 +42,8 @@ from test_experts_triton import call
 from torch import Tensor, UntypedStorage, tensor
 
 from k3rewrite.emit import Provenance, emit_unit
-from k3rewrite.kernels.experts import KERNELS, hip_kernel, hip_mxfp4_bulk, hip_mxfp4_registers, hip_mxfp4_shared, launch
+from k3rewrite.kernels.experts import KERNELS, hip_kernel, launch
+from k3rewrite.kernels.experts.mxfp4 import bulk, launching, registers, shared
 from k3rewrite.kernels.experts.plan import Facts, plan
 from k3rewrite.kernels.experts.schedule import schedules_of
 from k3rewrite.targets import load_target
@@ -271,13 +272,15 @@ def test_routes_are_counted_where_a_grid_is_long(monkeypatch: pytest.MonkeyPatch
     shape, grids = (16, 896, 3584, 768, 3584), []
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(hip_kernel, "load_target", lambda name: H200)
-    for module in (hip_kernel, hip_mxfp4_registers, hip_mxfp4_bulk, hip_mxfp4_shared):
+    launching.launches.cache_clear()
+    for module in (hip_kernel, launching):
         monkeypatch.setattr(module, "loaded_function", lambda unit: lambda *, grid, **rest: grids.append(grid))
     dense, packed = call(4096, shape, "dense"), call(4096, shape, "mxfp4")
     facts = Facts.of(dense, nvidia=True)
     hip_kernel.warp_decode(dense, facts, hip_kernel.CHOSEN)
-    for layout in (hip_mxfp4_registers.Layout(), hip_mxfp4_bulk.Layout(tiles=1), hip_mxfp4_shared.Layout()):
+    for layout in (registers.Layout(), bulk.Layout(tiles=1), shared.Layout()):
         layout.run(packed, Facts.of(packed, nvidia=True))
+    launching.launches.cache_clear()
     for schedule in schedules_of("sm_90", 3584, 768, packed=False):
         if schedule.path != "experts":  # which looks through 1024 ids at most
             grids += [step.grid for step in plan(facts, schedule, 4096)]

@@ -45,7 +45,7 @@ struct alignas(16) digits {
     float unit;
     u32 unused;
 };
-static_assert(sizeof(digits) == 80, "as hip_mxfp4_sizes.py says");
+static_assert(sizeof(digits) == 80, "as mxfp4/sizes.py says");
 
 K3_DEVICE i64 local_expert(const id_type* ids, i64 route, i32 first, i32 count) {
     const i64 expert = static_cast<i64>(ids[route]) - first;

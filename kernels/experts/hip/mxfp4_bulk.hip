@@ -1,4 +1,4 @@
-// Routed experts with MXFP4 weights for more tokens than mxfp4_decode.hip is best for: weights by bulk copies (sm_90 and
+// Routed experts with MXFP4 weights for more tokens than mxfp4_registers.hip is best for: weights by bulk copies (sm_90 and
 // later). mxfp4_prepare, of that file, comes before.
 //
 // How weights and activations become integers, and what a product is: mxfp4.h. Rows of an expert lie one after the other,
@@ -10,12 +10,12 @@
 //   mxfp4_bulk_down      a workgroup owns 16 * TILES outputs of one token; its waves split the token's experts
 //
 // Both ask for their first weights before they wait for the kernel before. Formats, and routes outside of the window, as in
-// mxfp4_decode.hip.
+// mxfp4_registers.hip.
 //
 //   MXFP4_RING        stages of 16 rows, of down 16 * TILES, in flight: of gate/up for a workgroup, of down for each wave
 //   MXFP4_WAVES       waves of a workgroup
 //   MXFP4_OCCUPANCY   waves of a quarter of a multiprocessor for which registers are kept few enough
-//   the others        as in mxfp4_decode.hip, without GROUP
+//   the others        as in mxfp4_registers.hip, without GROUP
 //
 // `two16` is 2^16. Dynamic shared memory: the stages, and the digits behind them.
 
@@ -39,8 +39,8 @@ struct alignas(16) stage {
 };
 using gate_up_stage = stage<tile, MXFP4_INNER>;
 using down_stage = stage<tile * tiles, MXFP4_WIDTH>;
-static_assert(sizeof(gate_up_stage) == tile * MXFP4_INNER / 32 * 17, "as hip_mxfp4_bulk.py counts it");
-static_assert(sizeof(down_stage) == tile * tiles * MXFP4_WIDTH / 32 * 17, "as hip_mxfp4_bulk.py counts it");
+static_assert(sizeof(gate_up_stage) == tile * MXFP4_INNER / 32 * 17, "as mxfp4/bulk.py counts it");
+static_assert(sizeof(down_stage) == tile * tiles * MXFP4_WIDTH / 32 * 17, "as mxfp4/bulk.py counts it");
 
 K3_DYNAMIC_SHARED(u32x4, room);
 

@@ -22,8 +22,8 @@ struct alignas(16) stage {
 };
 using gate_up_stage = stage<4, 2>;                         // 16 rows and 256 columns of one of the two matrices
 using down_stage = stage<2 * down_steps, down_steps>;      // 16 rows of one expert
-static_assert(sizeof(gate_up_stage) == 2176, "as hip_mxfp4_shared.py counts it");
-static_assert(sizeof(down_stage) == (1024 + 64) * down_steps, "as hip_mxfp4_shared.py counts it");
+static_assert(sizeof(gate_up_stage) == 2176, "as mxfp4/shared.py counts it");
+static_assert(sizeof(down_stage) == (1024 + 64) * down_steps, "as mxfp4/shared.py counts it");
 
 // Where a lane reads its part of gate/up's stages: 16 bytes of a row and, 8 rows further on, of another; four scales.
 struct gate_up_source {

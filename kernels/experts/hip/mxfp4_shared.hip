@@ -12,7 +12,7 @@
 // How weights and activations become integers: mxfp4.h; how weights get here: mxfp4_ring.h. A route outside of the window
 // is skipped everywhere.
 //
-// Macros as in mxfp4_decode.hip, TILES and GROUP left out; MXFP4_RING; MXFP4_TOGETHER (2, 4 or 8). The rings are dynamic
+// Macros as in mxfp4_registers.hip, TILES and GROUP left out; MXFP4_RING; MXFP4_TOGETHER (2, 4 or 8). The rings are dynamic
 // shared memory, and the digits behind them.
 
 #include "mxfp4_ring.h"
@@ -28,7 +28,7 @@ struct link {
     i32 rank;
     i32 next[together - 1];
 };
-static_assert(sizeof(link) == 4 * together, "as hip_mxfp4_shared.py allocates it");
+static_assert(sizeof(link) == 4 * together, "as mxfp4/shared.py allocates it");
 
 K3_DYNAMIC_SHARED(u32x4, room);
 

@@ -6,18 +6,17 @@ combine   the routes of a token added up in their order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.devices import loaded_function
 from k3rewrite.kernels.experts import hip_call
 from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.hip_mxfp4_sizes import DIGITS, FOLDER, SPAN, prepared_groups
+from k3rewrite.kernels.experts.mxfp4.launching import launches
+from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, SPAN, prepared_groups
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 
@@ -75,7 +74,7 @@ def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
 
 
 def mxfp4_shared(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
-    """The four launches; arguments as `hip_mxfp4.accepts` takes them, with at least one token."""
+    """The four launches; arguments as `choose.accepts` takes them, with at least one token."""
     x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
     gate, up, down = named["w_gate"], named["w_up"], named["w_down"]
     s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
@@ -87,7 +86,7 @@ def mxfp4_shared(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
     routed = x.new_empty((routes, facts.outer), dtype=torch.float32)
     window = (ids, first, facts.experts)
     with torch.cuda.device(x.device):
-        prepare, gate_up, down_shared, combine = _launches(facts, layout, x.device)
+        prepare, gate_up, down_shared, combine = launches(facts, layout, x.device)
         prepare(
             grid=(tokens, -(-facts.inner // (8 * 32 * _PREPARING)) + -(-facts.top_k // _PREPARING)),
             threads=32 * _PREPARING,
@@ -115,11 +114,3 @@ def mxfp4_shared(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
             arguments=[routed, ids, weights, first, facts.experts, out],
         )
     return out
-
-
-@cache
-def _launches(facts: Facts, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
-    """The kernels for these sizes, compiled and loaded on `device`, the current one; each starts before the one before
-    it ends."""
-    units = all_units(facts, layout)
-    return tuple(partial(loaded_function(u), dynamic_lds=u.dynamic_lds, dependent=True) for u in units)

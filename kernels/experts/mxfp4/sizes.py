@@ -7,7 +7,7 @@ from pathlib import Path
 from k3rewrite.kernels.experts.formats import GROUP
 from k3rewrite.kernels.experts.plan import Facts
 
-FOLDER = Path(__file__).parent / "hip"
+FOLDER = Path(__file__).parents[1] / "hip"
 TILE, SPAN = 16, 128
 """rows of a product, columns of a step"""
 DIGITS = 80

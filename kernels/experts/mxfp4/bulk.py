@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.devices import loaded_function
-from k3rewrite.kernels.experts import hip_call, hip_mxfp4_registers
+from k3rewrite.kernels.experts import hip_call
 from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.hip_mxfp4_registers import PREPARING, prepare_grid
-from k3rewrite.kernels.experts.hip_mxfp4_sizes import DIGITS, FOLDER, TILE, prepared_groups
+from k3rewrite.kernels.experts.mxfp4 import registers
+from k3rewrite.kernels.experts.mxfp4.launching import launches
+from k3rewrite.kernels.experts.mxfp4.registers import PREPARING, prepare_grid
+from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, TILE, prepared_groups
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 
@@ -77,7 +77,7 @@ def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
 
     gate_up, down = _gate_up_bytes(facts, layout), _down_bytes(facts, layout)
     return [
-        hip_mxfp4_registers.all_units(facts, hip_mxfp4_registers.Layout())[0],
+        registers.all_units(facts, registers.Layout())[0],
         unit("mxfp4_bulk_gate_up", layout.gate_up_waves, layout.gate_up_ring, layout.gate_up_occupancy, gate_up),
         unit("mxfp4_bulk_down", layout.down_waves, layout.down_ring, layout.down_occupancy, down),
     ]
@@ -99,7 +99,7 @@ def _stage_bytes(columns: int) -> int:
 
 
 def mxfp4_bulk(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
-    """The three launches; arguments that `hip_mxfp4.accepts` takes and `objection` does not refuse."""
+    """The three launches; arguments that `choose.accepts` takes and `objection` does not refuse."""
     x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
     gate, down, s_gate, s_down = (named[name] for name in ("w_gate", "w_down", "s_gate", "s_down"))
     tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
@@ -107,7 +107,7 @@ def mxfp4_bulk(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor
     prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
     hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
     with torch.cuda.device(x.device):
-        prepare, gate_up, down_of = _launches(facts, layout, x.device)
+        prepare, gate_up, down_of = launches(facts, layout, x.device)
         prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), prepared])
         gate_up(
             grid=(routes, blocks),
@@ -126,11 +126,3 @@ def mxfp4_bulk(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor
             ],
         )  # fmt: skip
     return out
-
-
-@cache
-def _launches(facts: Facts, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
-    """The kernels for these sizes, compiled and loaded on `device`, the current one; each starts before the one before
-    it ends."""
-    units = all_units(facts, layout)
-    return tuple(partial(loaded_function(u), dynamic_lds=u.dynamic_lds, dependent=True) for u in units)

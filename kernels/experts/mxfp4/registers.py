@@ -1,23 +1,22 @@
-"""The CUDA kernels for MXFP4 weights that hold them in registers (`hip/mxfp4_decode.hip`): fewest tokens."""
+"""The CUDA kernels for MXFP4 weights that hold them in registers (`hip/mxfp4_registers.hip`): fewest tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.devices import loaded_function
 from k3rewrite.kernels.experts import hip_call
 from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.hip_mxfp4_sizes import DIGITS, FOLDER, TILE, prepared_groups
+from k3rewrite.kernels.experts.mxfp4.launching import launches
+from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, TILE, prepared_groups
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 
-PATH = FOLDER / "mxfp4_decode.hip"
+PATH = FOLDER / "mxfp4_registers.hip"
 PREPARE = "mxfp4_prepare"
 PREPARING = 4
 """waves of a workgroup of `mxfp4_prepare`"""
@@ -40,7 +39,7 @@ class Layout:
         return all_units(facts, self)
 
     def run(self, named: Mapping[str, Any], facts: Facts) -> Tensor:
-        return mxfp4_decode(named, facts, self)
+        return mxfp4_registers(named, facts, self)
 
 
 def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
@@ -55,8 +54,8 @@ def prepare_grid(facts: Facts, tokens: int) -> tuple[int, int]:
     return tokens, -(-facts.inner // (8 * 32 * PREPARING))
 
 
-def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
-    """The three launches; arguments as `hip_mxfp4.accepts` takes them, with at least one token."""
+def mxfp4_registers(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
+    """The three launches; arguments as `choose.accepts` takes them, with at least one token."""
     x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
     gate, up, down = named["w_gate"], named["w_up"], named["w_down"]
     s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
@@ -65,7 +64,7 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
     prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
     hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
     with torch.cuda.device(x.device):
-        prepare, gate_up, down_of = _launches(facts, layout, x.device)
+        prepare, gate_up, down_of = launches(facts, layout, x.device)
         prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), prepared])
         gate_up(
             grid=(routes, blocks),
@@ -84,10 +83,3 @@ def mxfp4_decode(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tens
             ],
         )  # fmt: skip
     return out
-
-
-@cache
-def _launches(facts: Facts, layout: Layout, device: torch.device) -> tuple[Callable[..., None], ...]:
-    """The kernels for these sizes, compiled and loaded on `device`, the current one. Each is launched before the one
-    before it ends, and waits for it inside."""
-    return tuple(partial(loaded_function(unit), dependent=True) for unit in all_units(facts, layout))

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from k3rewrite.kernels.experts import accept, hip_call, hip_mxfp4_bulk, hip_mxfp4_registers, hip_mxfp4_shared
+from k3rewrite.kernels.experts import accept, hip_call
 from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.hip_mxfp4_sizes import DIGITS, MAX_WIDTH, SPAN, TILE
+from k3rewrite.kernels.experts.mxfp4 import bulk, registers, shared
+from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, MAX_WIDTH, SPAN, TILE
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.kernels.experts.schedule import expected_hits
 from k3rewrite.ops.kernel import HipUnit
@@ -42,21 +43,21 @@ MANY_DOWN = 512
 _MOST = 1 << 14
 """tokens beyond which none are few"""
 
-Layout = hip_mxfp4_registers.Layout | hip_mxfp4_bulk.Layout | hip_mxfp4_shared.Layout
+Layout = registers.Layout | bulk.Layout | shared.Layout
 
 
-def layout_for(arguments: Mapping[str, Any], facts: Facts, tokens: int, bulk: bool = True) -> Layout:
-    """What `tokens` tokens get, 1 or more. Of `arguments` only the strides of weights are looked at; `bulk`: whether
+def layout_for(arguments: Mapping[str, Any], facts: Facts, tokens: int, by_bulk: bool = True) -> Layout:
+    """What `tokens` tokens get, 1 or more. Of `arguments` only the strides of weights are looked at; `by_bulk`: whether
     their addresses are for bulk copies."""
     routes = tokens * facts.top_k
     if routes >= SHARE_FROM * expected_hits(routes, facts.experts):
-        return hip_mxfp4_shared.Layout()
-    if bulk and routes * facts.width // GROUP >= BULK_FROM and hip_mxfp4_bulk.objection(arguments, facts) is None:
-        return hip_mxfp4_bulk.layout_for(facts)
+        return shared.Layout()
+    if by_bulk and routes * facts.width // GROUP >= BULK_FROM and bulk.objection(arguments, facts) is None:
+        return bulk.layout_for(facts)
     if tokens * facts.outer // TILE >= MANY_DOWN:
-        return hip_mxfp4_registers.Layout(down_waves=4, group=1)
+        return registers.Layout(down_waves=4, group=1)
     # wide experts take more registers each
-    return hip_mxfp4_registers.Layout(group=2 if facts.width <= 4 * SPAN else 1)
+    return registers.Layout(group=2 if facts.width <= 4 * SPAN else 1)
 
 
 def layouts_of(arguments: Mapping[str, Any], facts: Facts) -> list[Layout]:
@@ -115,5 +116,5 @@ def experts(*arguments: Any, **options: Any) -> Tensor:
     handed = hip_call.handed_over(named, facts, FEW, aligned)
     if handed is not None:
         return handed
-    bulk = not any(named[name].data_ptr() % 16 for name in ("s_gate", "s_up", "s_down"))
-    return layout_for(named, facts, named["x"].shape[0], bulk).run(named, facts)
+    by_bulk = not any(named[name].data_ptr() % 16 for name in ("s_gate", "s_up", "s_down"))
+    return layout_for(named, facts, named["x"].shape[0], by_bulk).run(named, facts)
