@@ -23,6 +23,7 @@ from k3rewrite.graph.provenance import module_path
 from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.ops.vocabulary import Cost, Op
 from k3rewrite.pipeline.expressions import Value, parse_expect, parse_when
+from k3rewrite.pipeline.layer import Problems
 from k3rewrite.pipeline.pass_base import Level, Pass, PassContext
 from k3rewrite.pipeline.settings import PassConfig, PipelineConfig
 from k3rewrite.report.schema import PassReport
@@ -40,26 +41,36 @@ def build_passes(config: PipelineConfig, known: Mapping[str, type[Pass]]) -> lis
     """
     built: list[tuple[Pass, PassConfig]] = []
     seen: set[str] = set()
+    missing: dict[str, list[PassConfig]] = {}
     for entry in config.passes:
         if entry.name not in known:
             raise ConfigError(
                 f"unknown pass '{entry.name}'", place=entry.place or None, remedy=did_you_mean(entry.name, known)
             )
         made = known[entry.name](**entry.options)
-        missing = sorted(made.requires - seen)
-        if missing:
-            needed = missing[0]
-            absent = needed not in {other.name for other in config.passes}
-            raise ConfigError(
-                f"pass '{entry.name}' requires '{needed}' before it{', and the pipeline has none' if absent else ''}",
-                place=_cause(config, entry, needed) or None,
-                remedy=f"set '{entry.name}: off' too, or put '{needed}' before it"
-                if absent
-                else f"put '{needed}' earlier into the pipeline",
-            )
+        for needed in sorted(made.requires - seen):
+            missing.setdefault(needed, []).append(entry)
         seen.add(entry.name)
         built.append((made, entry))
+    problems = Problems()
+    for needed, entries in missing.items():
+        _tell(config, needed, entries, problems)
+    problems.raise_if_any("the pipeline")
     return built
+
+
+def _tell(config: PipelineConfig, needed: str, entries: Sequence[PassConfig], problems: Problems) -> None:
+    """Of a pass that some require and do not have before them."""
+    first, *rest = entries
+    absent = needed not in {other.name for other in config.passes}
+    also = f" (as {'does' if len(rest) == 1 else 'do'} {', '.join(repr(entry.name) for entry in rest)})" if rest else ""
+    problems.add(
+        f"pass '{first.name}' requires '{needed}' before it{also}{', and the pipeline has none' if absent else ''}",
+        _cause(config, first, needed),
+        f"set '{first.name}: off' too, or put '{needed}' before it"
+        if absent
+        else f"put '{needed}' earlier into the pipeline",
+    )
 
 
 def _cause(config: PipelineConfig, entry: PassConfig, needed: str) -> str:

@@ -57,8 +57,7 @@ def test_a_cluster_that_waits_for_bytes(target: str, early: bool, tmp_path: Path
     assert (written < text.index("st.async")) is early
 
 
-@pytest.mark.parametrize("rows", [1, 16, 30, 64])
-@pytest.mark.parametrize("sources", [1, 2, 4, 8, 9, 16])
+@pytest.mark.parametrize(("rows", "sources"), [(1, 1), (1, 9), (16, 2), (16, 16), (30, 4), (64, 8), (64, 16)])
 def test_a_workgroup_waits_for_as_many_bytes_as_are_sent(rows: int, sources: int, tmp_path: Path) -> None:
     """Each lane of each wave sends one sum, and one lane of each wave a square: to every workgroup of the cluster."""
     layout = layout_for(7168, "sm_90", rows)

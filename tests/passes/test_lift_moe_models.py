@@ -229,7 +229,7 @@ def test_in_bf16_and_with_several_tokens_too(name: str, implementation: str) -> 
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3, four groups", "Qwen3-Next"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-Next"])
 def test_several_rows_of_several_tokens_and_then_more_rows(name: str, implementation: str) -> None:
     """A static graph, then one with a symbolic number of rows; tokens lie in two dimensions in both."""
     make, mixtures, _ = MODELS[name]

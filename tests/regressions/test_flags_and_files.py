@@ -90,6 +90,13 @@ def test_an_expression_that_divides_by_a_name_may_hold(tmp_path: Path) -> None:
     assert check_pipeline(_pipeline(tmp_path, "  - lift_mlp: {expect: '== n_layers // tp', when: 'tp % 2 == 1 - 0'}"))
 
 
+def test_every_pass_that_is_needed_and_gone_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_pipeline(_pipeline(tmp_path, "  - lift_rms_norm: off\n  - lift_attn_res: off"))
+    told = str(caught.value)
+    assert "2 problems" in told and "requires 'lift_rms_norm'" in told and "requires 'lift_attn_res'" in told
+
+
 @pytest.mark.parametrize(
     ("passes", "line"),
     [
