@@ -17,7 +17,9 @@ from torch import Tensor
 
 from k3rewrite.graph.shapes import same_size
 from k3rewrite.kernels.devices import device_facts, loaded_function
+from k3rewrite.kernels.kda_decode import launch
 from k3rewrite.ops.kernel import HipUnit
+from k3rewrite.ops.runs import hand_over
 from k3rewrite.targets import Target
 
 PATH = Path(__file__).parent / "hip" / "kda_decode.hip"
@@ -103,7 +105,14 @@ def kda_decode(
     bound: float, q_scale: float, l2_eps: float, norm_eps: float, activation: str, inner_dtype: torch.dtype,
     out_dtype: torch.dtype, *, in_place: bool = False, layout: Layout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:  # fmt: skip
-    """As `launch.kda_decode`, by the HIP kernel. A `layout` takes the place of the target's own."""
+    """As `launch.kda_decode`, by the HIP kernel; by that one where states or taps do not begin at 16 bytes, which is
+    looked at before anything is written. A `layout` takes the place of the target's own."""
+    if state.data_ptr() % 16 or conv_weight.data_ptr() % 16:
+        hand_over("triton")
+        return launch.kda_decode(
+            qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, conv_state, state, slots, null_slot, columns,
+            bound, q_scale, l2_eps, norm_eps, activation, inner_dtype, out_dtype, in_place=in_place,
+        )  # fmt: skip
     if not in_place:
         conv_state, state = (torch.empty_like(pool).copy_(pool) for pool in (conv_state, state))
     rows, heads, size = qkv.shape[0], state.shape[1], state.shape[3]

@@ -13,7 +13,7 @@ from hip_emulation import COMPILER, emulated
 from kda_decode_cases import errors, make_call
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
-from k3rewrite.kernels.kda_decode import hip_kernel
+from k3rewrite.kernels.kda_decode import hip_kernel, launch
 from k3rewrite.kernels.kda_decode.hip_kernel import Layout, layout_for
 from k3rewrite.kernels.kda_decode.kernel import KERNELS
 from k3rewrite.targets import load_target
@@ -104,3 +104,14 @@ def test_what_it_does_not_take() -> None:
     small = make_call([1, 2], 2, 16)
     assert "64 or 128" in str(KERNEL.accepts(small, h200))
     assert "target cpu runs the reference" in str(KERNEL.accepts(call, load_target("cpu")))
+
+
+def test_states_at_odd_addresses_are_handed_over_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+    monkeypatch.setattr(launch, "kda_decode", lambda *call, in_place: ran.append(in_place))
+    call = make_call([2, 1], 2, 64)
+    for name in ("state", "conv_weight"):
+        room = torch.zeros(call[name].numel() + 1)
+        odd = room[1:].view(call[name].shape).copy_(call[name])
+        hip_kernel.kda_decode(**call | {name: odd}, in_place=True)
+    assert ran == [True, True]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from k3rewrite.kernels.experts import hip_call
 from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.mxfp4 import registers
-from k3rewrite.kernels.experts.mxfp4.launching import launches
-from k3rewrite.kernels.experts.mxfp4.registers import PREPARING, prepare_grid
-from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, TILE, prepared_groups
+from k3rewrite.kernels.experts.mxfp4.launching import Room, launches
+from k3rewrite.kernels.experts.mxfp4.registers import PREPARING, prepare_grid, prepare_unit
+from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, TILE
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 
@@ -77,7 +76,7 @@ def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
 
     gate_up, down = _gate_up_bytes(facts, layout), _down_bytes(facts, layout)
     return [
-        registers.all_units(facts, registers.Layout())[0],
+        prepare_unit(facts),
         unit("mxfp4_bulk_gate_up", layout.gate_up_waves, layout.gate_up_ring, layout.gate_up_occupancy, gate_up),
         unit("mxfp4_bulk_down", layout.down_waves, layout.down_ring, layout.down_occupancy, down),
     ]
@@ -100,29 +99,27 @@ def _stage_bytes(columns: int) -> int:
 
 def mxfp4_bulk(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
     """The three launches; arguments that `choose.accepts` takes and `objection` does not refuse."""
-    x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
+    x, first, room = named["x"], named["first"], Room.of(named, facts)
     gate, down, s_gate, s_down = (named[name] for name in ("w_gate", "w_down", "s_gate", "s_down"))
-    tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
-    out = x.new_empty((tokens, facts.outer))
-    prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
-    hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
+    tokens = x.shape[0]
     with torch.cuda.device(x.device):
         prepare, gate_up, down_of = launches(facts, layout, x.device)
-        prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), prepared])
+        prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), room.prepared])
         gate_up(
-            grid=(routes, blocks),
+            grid=room.gate_up_grid,
             threads=32 * layout.gate_up_waves,
             arguments=[
-                prepared, ids, first, facts.experts, gate, named["w_up"], gate.stride(0), s_gate, named["s_up"],
-                s_gate.stride(0), float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
+                room.prepared, room.ids, first, facts.experts, gate, named["w_up"], gate.stride(0), s_gate,
+                named["s_up"], s_gate.stride(0), float(named["beta"]), float(named["linear_beta"]), 1 << 16,
+                room.hidden,
             ],
         )  # fmt: skip
         down_of(
             grid=(tokens, facts.outer // (TILE * layout.tiles)),
             threads=32 * layout.down_waves,
             arguments=[
-                hidden, ids, weights, first, facts.experts, down, down.stride(0), s_down, s_down.stride(0), 1 << 16,
-                out,
+                room.hidden, room.ids, room.weights, first, facts.experts, down, down.stride(0), s_down,
+                s_down.stride(0), 1 << 16, room.out,
             ],
         )  # fmt: skip
-    return out
+    return room.out

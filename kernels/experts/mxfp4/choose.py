@@ -31,7 +31,7 @@ _SUMS = 2048
 """bytes of sums beside them, at most"""
 FEW = hip_call.Few(share_from=2.0)
 """Not measured against what more tokens are handed over to. On an H200, 16 of 896 experts, it is faster than Humming
-and Marlin up to 64 tokens."""
+and Marlin up to 32 tokens."""
 # Measured on an H200 with 16 of 896 experts of 3584 x 384, in sweeps of which one was kept, without bulk copies
 # (bench/results/experts-mxfp4-sweep-h200.json).
 BULK_FROM = 1024

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from k3rewrite.kernels.experts import hip_call
-from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.mxfp4.launching import launches
-from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, TILE, prepared_groups
+from k3rewrite.kernels.experts.mxfp4.launching import Room, launches
+from k3rewrite.kernels.experts.mxfp4.sizes import FOLDER, TILE
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 
@@ -45,8 +44,15 @@ class Layout:
 def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
     """The three launches of a layout: prepare, gate/up, down."""
     own = {"GROUP": layout.group, "TILES": layout.tiles, "OCCUPANCY": layout.occupancy}
-    waves = {PREPARE: PREPARING, "mxfp4_gate_up": layout.gate_up_waves, "mxfp4_down": layout.down_waves}
-    return [HipUnit(PATH, name, hip_call.defines("MXFP4", facts, WAVES=n, **own)) for name, n in waves.items()]
+    waves = {"mxfp4_gate_up": layout.gate_up_waves, "mxfp4_down": layout.down_waves}
+    units = [HipUnit(PATH, name, hip_call.defines("MXFP4", facts, WAVES=n, **own)) for name, n in waves.items()]
+    return [prepare_unit(facts), *units]
+
+
+def prepare_unit(facts: Facts) -> HipUnit:
+    """The first launch: the same for every layout, which its source has no use for."""
+    macros = hip_call.defines("MXFP4", facts, WAVES=PREPARING, GROUP=1, TILES=1, OCCUPANCY=4)
+    return HipUnit(PATH, PREPARE, macros)
 
 
 def prepare_grid(facts: Facts, tokens: int) -> tuple[int, int]:
@@ -56,30 +62,28 @@ def prepare_grid(facts: Facts, tokens: int) -> tuple[int, int]:
 
 def mxfp4_registers(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
     """The three launches; arguments as `choose.accepts` takes them, with at least one token."""
-    x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
+    x, first, room = named["x"], named["first"], Room.of(named, facts)
     gate, up, down = named["w_gate"], named["w_up"], named["w_down"]
     s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
-    tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
-    out = x.new_empty((tokens, facts.outer))
-    prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
-    hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
+    tokens = x.shape[0]
     with torch.cuda.device(x.device):
         prepare, gate_up, down_of = launches(facts, layout, x.device)
-        prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), prepared])
+        prepare(grid=prepare_grid(facts, tokens), threads=32 * PREPARING, arguments=[x, x.stride(0), room.prepared])
         gate_up(
-            grid=(routes, blocks),
+            grid=room.gate_up_grid,
             threads=32 * layout.gate_up_waves,
             arguments=[
-                prepared, ids, first, facts.experts, gate, up, gate.stride(0), gate.stride(1), s_gate, s_up,
-                s_gate.stride(0), s_gate.stride(1), float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
+                room.prepared, room.ids, first, facts.experts, gate, up, gate.stride(0), gate.stride(1), s_gate, s_up,
+                s_gate.stride(0), s_gate.stride(1), float(named["beta"]), float(named["linear_beta"]), 1 << 16,
+                room.hidden,
             ],
         )  # fmt: skip
         down_of(
             grid=(tokens, facts.outer // (TILE * layout.tiles)),
             threads=32 * layout.down_waves,
             arguments=[
-                hidden, ids, weights, first, facts.experts, down, down.stride(0), down.stride(1), s_down,
-                s_down.stride(0), s_down.stride(1), 1 << 16, out,
+                room.hidden, room.ids, room.weights, first, facts.experts, down, down.stride(0), down.stride(1), s_down,
+                s_down.stride(0), s_down.stride(1), 1 << 16, room.out,
             ],
         )  # fmt: skip
-    return out
+    return room.out

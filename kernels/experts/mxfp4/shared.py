@@ -15,8 +15,8 @@ from torch import Tensor
 
 from k3rewrite.kernels.experts import hip_call
 from k3rewrite.kernels.experts.formats import GROUP
-from k3rewrite.kernels.experts.mxfp4.launching import launches
-from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, SPAN, prepared_groups
+from k3rewrite.kernels.experts.mxfp4.launching import Room, launches
+from k3rewrite.kernels.experts.mxfp4.sizes import DIGITS, FOLDER, SPAN
 from k3rewrite.kernels.experts.plan import Facts
 from k3rewrite.ops.kernel import HipUnit
 
@@ -75,42 +75,39 @@ def all_units(facts: Facts, layout: Layout) -> list[HipUnit]:
 
 def mxfp4_shared(named: Mapping[str, Any], facts: Facts, layout: Layout) -> Tensor:
     """The four launches; arguments as `choose.accepts` takes them, with at least one token."""
-    x, ids, weights, first = named["x"], named["ids"].contiguous(), named["weights"].contiguous(), named["first"]
+    x, first, room = named["x"], named["first"], Room.of(named, facts)
     gate, up, down = named["w_gate"], named["w_up"], named["w_down"]
     s_gate, s_up, s_down = named["s_gate"], named["s_up"], named["s_down"]
-    tokens, routes, blocks = x.shape[0], ids.numel(), facts.width // GROUP
-    out = x.new_empty((tokens, facts.outer))
-    prepared = x.new_empty((tokens, prepared_groups(facts), DIGITS), dtype=torch.uint8)
-    links = ids.new_empty((routes, layout.together), dtype=torch.int32)
-    hidden = x.new_empty((routes, blocks, DIGITS), dtype=torch.uint8)
+    tokens, routes = room.ids.shape[0], room.ids.numel()
+    links = room.ids.new_empty((routes, layout.together), dtype=torch.int32)
     routed = x.new_empty((routes, facts.outer), dtype=torch.float32)
-    window = (ids, first, facts.experts)
+    window = (room.ids, first, facts.experts)
     with torch.cuda.device(x.device):
         prepare, gate_up, down_shared, combine = launches(facts, layout, x.device)
         prepare(
             grid=(tokens, -(-facts.inner // (8 * 32 * _PREPARING)) + -(-facts.top_k // _PREPARING)),
             threads=32 * _PREPARING,
-            arguments=[x, x.stride(0), *window, routes, prepared, links],
+            arguments=[x, x.stride(0), *window, routes, room.prepared, links],
         )
         gate_up(
-            grid=(routes, blocks),
+            grid=room.gate_up_grid,
             threads=32 * layout.gate_up_waves,
             arguments=[
-                prepared, links, *window, gate, up, gate.stride(0), gate.stride(1), s_gate, s_up, s_gate.stride(0),
-                s_gate.stride(1), float(named["beta"]), float(named["linear_beta"]), 1 << 16, hidden,
+                room.prepared, links, *window, gate, up, gate.stride(0), gate.stride(1), s_gate, s_up, s_gate.stride(0),
+                s_gate.stride(1), float(named["beta"]), float(named["linear_beta"]), 1 << 16, room.hidden,
             ],
         )  # fmt: skip
         down_shared(
             grid=(routes, layout.shares),
             threads=32 * layout.down_waves,
             arguments=[
-                hidden, links, *window, down, down.stride(0), down.stride(1), s_down, s_down.stride(0),
+                room.hidden, links, *window, down, down.stride(0), down.stride(1), s_down, s_down.stride(0),
                 s_down.stride(1), 1 << 16, layout.shares, routed,
             ],
         )  # fmt: skip
         combine(
             grid=(tokens, -(-facts.outer // (4 * 32 * _COMBINING))),
             threads=32 * _COMBINING,
-            arguments=[routed, ids, weights, first, facts.experts, out],
+            arguments=[routed, room.ids, room.weights, first, facts.experts, room.out],
         )
-    return out
+    return room.out
