@@ -45,19 +45,30 @@ def make_chain(fla: dict[str, Any], calls: list[dict[str, Any]]) -> Chain:
         torch.nn.functional.pad(call["conv_state"][call["slots"].long(), -3:].transpose(1, 2), (1, 0)).contiguous()
         for call in calls
     ]
+    # Its recurrence takes every input for contiguous: what the others read as views it gets as copies, made beforehand.
+    given = [
+        {
+            "f": call["f"].reshape(1, rows, heads, size).contiguous(),
+            "b": call["b"].reshape(1, rows, heads).contiguous(),
+            "gate": call["gate"].reshape(1, rows, heads, size).contiguous(),
+            "slots": call["slots"].int(),
+        }
+        for call in calls
+    ]
+    out = torch.empty(1, rows, heads, size, device="cuda", dtype=torch.bfloat16)
 
     def chain(i: int) -> Tensor:
-        call = calls[i]
+        call, own = calls[i], given[i]
         moved = fla["conv"](call["qkv"], lines[i], weight=weight, activation="silu")
         x = moved[0] if isinstance(moved, tuple) else moved
-        q, k, v = (part.reshape(1, rows, heads, size) for part in x.split(heads * size, -1))
+        # q, k and v lie side by side in a row; one copy for all three, where there is more than one row
+        q, k, v = x.view(rows, 3, heads, size).transpose(0, 1).contiguous().unsqueeze(1).unbind(0)
         read = fla["step"](
-            q, k, v, call["f"].view(1, rows, heads, size), call["b"].view(1, rows, heads), call["a_log"],
-            call["dt_bias"], call["state"], inplace_final_state=True, state_v_first=True, cu_seqlens=ends,
-            ssm_state_indices=call["slots"].int(), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, lower_bound=call["bound"],
+            q, k, v, own["f"], own["b"], call["a_log"], call["dt_bias"], call["state"], inplace_final_state=True,
+            state_v_first=True, cu_seqlens=ends, ssm_state_indices=own["slots"], use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=call["bound"], out=out,
         )[0]  # fmt: skip
-        result: Tensor = norm(read, call["gate"].view(1, rows, heads, size))
+        result: Tensor = norm(read, own["gate"])
         return result[0]
 
     return chain

@@ -142,8 +142,16 @@ COPY_SWEEP = ((1024, 1, 4), (2048, 1, 8), (4096, 1, 8), (2048, 2, 4), (4096, 2, 
 
 
 def copy_ceiling(total_bytes: int, l2_bytes: int, replays: int = 60) -> tuple[float, str]:
-    """Microseconds of the fastest Triton copy that moves `total_bytes`, half read, half written, cold; its layout."""
-    return _swept(_copy, total_bytes // 8, total_bytes // 8, total_bytes, l2_bytes, replays)
+    """Microseconds of the fastest copy that moves `total_bytes`, half read, half written, cold; its layout. Of
+    Triton's, and the driver's memcpy."""
+    swept = _swept(_copy, total_bytes // 8, total_bytes // 8, total_bytes, l2_bytes, replays)
+    return min(swept, (_memcpy(total_bytes // 8, total_bytes, l2_bytes, replays), "memcpy"))
+
+
+def _memcpy(count: int, total_bytes: int, l2_bytes: int, replays: int) -> float:
+    sets = sets_for(total_bytes, True, l2_bytes)
+    source, target = (torch.zeros(sets, count, device="cuda") for _ in range(2))
+    return graph_time([lambda i=i: target[i].copy_(source[i]) for i in range(sets)], replays).median
 
 
 def read_ceiling(total_bytes: int, l2_bytes: int, replays: int = 60) -> tuple[float, str]:

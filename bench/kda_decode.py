@@ -3,7 +3,8 @@
     python bench/kda_decode.py --peers .peers        every number of heads and rows
     python bench/kda_decode.py --sweep               warps of the Triton kernel, layouts of the HIP one
 
-Times are microseconds a call; "copy" is the fastest Triton copy of as many bytes as states are read and written.
+Times are microseconds a call; "copy" is the fastest copy of as many bytes as the op reads and writes (states, lines of
+the convolution, projections), of Triton's layouts and the driver's memcpy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from k3rewrite.kernels.kda_decode import hip_kernel, launch
+from k3rewrite.kernels.kda_decode.op import OP
 from k3rewrite.kernels.kda_decode.op import kda_decode as reference
 
 SIZE = 128
@@ -27,9 +29,15 @@ HEADS, ROWS = (12, 96), (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_SETS = 32
 WARPS = (4, 8, 16)
 LAYOUTS = [
-    hip_kernel.Layout(split, waves, dependent=True)
-    for split, waves in [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)]
-]
+    *(hip_kernel.Layout(*shape, dependent=True) for shape in [(1, 4), (1, 8), (1, 16), (2, 8), (4, 4), (8, 4)]),
+    *(
+        hip_kernel.Layout(split, waves, dependent=True, bulk=True, occupancy=occupancy)
+        for split, waves, occupancy in [
+            (1, 4, 3), (1, 8, 4), (1, 8, 6), (1, 16, 8), (2, 4, 4), (2, 4, 6), (2, 8, 8), (4, 2, 4), (4, 4, 6),
+            (4, 4, 8), (4, 8, 8), (8, 4, 6), (8, 4, 8),
+        ]
+    ),
+]  # fmt: skip
 Call = Callable[[int], Tensor]
 
 
@@ -115,13 +123,14 @@ def main() -> None:
     name = "kda_decode-sweep" if options.sweep else "kda_decode"
     for heads in options.heads:
         for rows in options.rows:
-            size, l2 = rows * heads * SIZE * SIZE * 8, harness.l2_bytes()
-            sets = min(MOST_SETS, harness.sets_for(size, True, l2))
+            l2 = harness.l2_bytes()
+            sets = min(MOST_SETS, harness.sets_for(rows * heads * SIZE * SIZE * 8, True, l2))
             calls = make_calls(heads, rows, sets)
+            size = OP.cost(**calls[0]).bytes
             copy_us, layout = harness.copy_ceiling(size, l2, 30)
             entry: dict[str, Any] = {"heads": heads, "rows": rows, "bytes": size, "copy_us": copy_us, "copy": layout,
                                      "sets": sets, "variants": {}}  # fmt: skip
-            print(f"heads {heads}  rows {rows}: {size / 1e6:.2f} MB of states, copy {copy_us:.2f} us")
+            print(f"heads {heads}  rows {rows}: {size / 1e6:.2f} MB, copy {copy_us:.2f} us")
             for label, make in variants(peers, options.sweep):
                 with harness.only_warning(label), torch.no_grad():
                     found: dict[str, Any] = error_of(calls, make)

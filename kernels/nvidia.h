@@ -76,6 +76,16 @@ K3_DEVICE void wait_for(arrival* at, i32 turn) {
     }
 }
 
+// Bulk copies from shared to global memory, of any multiple of 16 bytes. What threads wrote before is shown to the copies
+// by each of them, which then meet the thread that stores; that thread waits before the memory is used for anything else.
+K3_DEVICE void show_to_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+K3_DEVICE void store_bulk(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+        ::"l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+K3_DEVICE void wait_until_stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // ---------------------------------------------------------------------------------------------- bytes
 
 // Byte i of the result is the byte of (low, high) that nibble i of `selectors` names with three bits. With its fourth,

@@ -34,11 +34,15 @@ _ROWS_WITHOUT_A_NUMBER = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Workgroups that share a head, waves of each, and whether the launch overlaps the kernel before it."""
+    """Workgroups that share a head, waves of each, whether the launch overlaps the kernel before it, and more."""
 
     split: int
     waves: int
     dependent: bool = False
+    bulk: bool = False
+    """states wait in shared memory, which bulk copies fill and empty (sm_90 and later), instead of in registers"""
+    occupancy: int = 0
+    """waves of a SIMD for which registers are kept few enough; 0: as many registers as it likes"""
 
 
 def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
@@ -95,8 +99,16 @@ def unit(arguments: Mapping[str, Any], layout: Layout) -> HipUnit:
         "SILU": int(arguments["activation"] == "silu"),
         "INNER_BF16": int(arguments["inner_dtype"] == torch.bfloat16),
         "DEPENDENT": int(layout.dependent),
+        "BULK": int(layout.bulk),
+        "OCCUPANCY": layout.occupancy,
     }
-    return HipUnit(PATH, SYMBOL, {f"KDA_{name}": str(value) for name, value in values.items()})
+    defines = {f"KDA_{name}": str(value) for name, value in values.items()}
+    return HipUnit(PATH, SYMBOL, defines, dynamic_lds=_state_bytes(state.shape[3], layout))
+
+
+def _state_bytes(size: int, layout: Layout) -> int:
+    """Of a workgroup's part of a head's state, in shared memory."""
+    return size // layout.split * size * 4 if layout.bulk else 0
 
 
 def kda_decode(
@@ -131,6 +143,7 @@ def kda_decode(
                 grid=(rows * heads * chosen.split,),
                 threads=chosen.waves * (32 if torch.version.hip is None else 64),
                 dependent=chosen.dependent,
+                dynamic_lds=wanted.dynamic_lds,
                 arguments=[
                     qkv, qkv.stride(0), f, f.stride(0), b, b.stride(0), gate, gate.stride(0), gate.stride(1),
                     conv_weight, a_log, dt_bias, norm_weight, conv_state, conv_state.stride(0), conv_state.stride(1),

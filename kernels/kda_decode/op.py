@@ -66,11 +66,10 @@ def kda_decode_fake(
 def _cost(
     qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor,
     norm_weight: Tensor, conv_state: Tensor, state: Tensor, slots: Tensor | None, null_slot: bool, columns: int,
-    *rest: object,
+    bound: float, q_scale: float, l2_eps: float, norm_eps: float, activation: str, inner_dtype: torch.dtype,
+    out_dtype: torch.dtype,
 ) -> Cost:  # fmt: skip
     """Only the rows' own states are read and written."""
-    out_dtype = rest[-1]
-    assert isinstance(out_dtype, torch.dtype)
     rows = tensor_bytes(state[:1].expand(qkv.shape[0], *state.shape[1:])) + tensor_bytes(qkv) * columns
     read = tensor_bytes(qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, slots)
     return Cost(1, read + rows, tensor_bytes(gate) // gate.element_size() * out_dtype.itemsize + rows)

@@ -3,7 +3,7 @@
 //   q, k, v   convolved from the line of past inputs; decay of each key; beta                 a channel a thread
 //   S         loaded first, then decayed, updated, stored; read out in the same pass          8 lanes a value's row
 //   y         normalised over the head, gated
-//   lines     moved on by one                                                                 last, as all have read them
+//   lines     moved on by one                                                                 when all have read them
 //
 // One workgroup takes one head of a row, or on NVIDIA (sm_90 and later) a cluster of KDA_SPLIT workgroups does, each with
 // its part of the values: they share the sum of squares of the output norm, and all read q's and k's lines, which the first
@@ -21,12 +21,19 @@
 //   KDA_SILU               1: the gate goes through SiLU; 0: through a sigmoid
 //   KDA_INNER_BF16         1: results of the convolution and of the recurrence are rounded to bf16
 //   KDA_DEPENDENT          1: launched while the kernel before it may still run (sm_90 and later); 0 on AMD
+//   KDA_BULK               1: the state waits in shared memory, where bulk copies bring it and from where they take it
+//                          back, so that several workgroups' states are under way in a multiprocessor (sm_90 and later);
+//                          0: in registers
+//   KDA_OCCUPANCY          waves of a SIMD for which registers are kept few enough; 0: as many registers as it likes
 //
 // Inputs, lines and the result are bf16, weights and states fp32. Strides are in elements; states and taps are 16-byte
 // aligned, a head's state lies in one piece.
 
 #include "cluster.h"
 #include "portability.h"
+#if KDA_BULK
+#include "nvidia.h"
+#endif
 
 namespace {
 
@@ -36,16 +43,19 @@ constexpr i32 size = KDA_SIZE, split = KDA_SPLIT, waves = KDA_WAVES;
 constexpr i32 threads = waves * wave_size;
 constexpr i32 values = size / split;                 // of this workgroup
 constexpr i32 lanes = size / 16;                     // that share a row of the state, 16 keys each
-constexpr i32 at_once = waves * (wave_size / lanes);  // rows in a pass
-constexpr i32 passes = (values + at_once - 1) / at_once;
+constexpr i32 wave_rows = wave_size / lanes;           // of a wave in a pass
+constexpr i32 passes = (values + waves * wave_rows - 1) / (waves * wave_rows);
 constexpr i32 channels = 2 * size + values;  // q, k and the own part of v
 constexpr i32 rounds = (channels + threads - 1) / threads;
 constexpr i32 history = KDA_TAPS - 1;
-constexpr bool dependent = KDA_DEPENDENT, has_null = KDA_NULL;
+constexpr i32 unrolled = KDA_BULK ? 2 : passes;  // what lies in shared memory needs no registers ahead of its pass
+constexpr bool alone = split == 1;               // each line is one thread's
+constexpr bool dependent = KDA_DEPENDENT, has_null = KDA_NULL, bulk = KDA_BULK;
 
 static_assert(size == 64 || size == 128, "KDA_SIZE");
 static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
-static_assert(size % split == 0 && values % (at_once < values ? at_once : values) == 0, "values come out even");
+static_assert(size % split == 0 && values % (passes * wave_rows) == 0, "values come out even");
+static_assert(!bulk || values == waves * passes * wave_rows, "every wave has rows of its own");
 static_assert(KDA_COLUMNS >= history && KDA_TAPS == 4, "taps are read as one vector");
 static_assert(threads >= values, "a thread finishes a value");
 
@@ -70,7 +80,11 @@ K3_DEVICE u32x4 packed_of(const four& from) {
 }  // namespace
 
 // Grid: (rows * HEADS * SPLIT).
+#if KDA_OCCUPANCY
+K3_KERNEL_OCCUPANCY(threads, KDA_OCCUPANCY)
+#else
 K3_KERNEL(threads)
+#endif
 K3_CLUSTER(KDA_SPLIT) kda_decode(
     const bf16* qkv, i32 qkv_row, const bf16* f, i32 f_row, const bf16* b, i32 b_row, const bf16* gate, i32 gate_row,
     i32 gate_head, const float* conv_weight, const float* a_log, const float* dt_bias, const float* norm_weight,
@@ -82,6 +96,15 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     __shared__ float v_of[values], read_of[values];
     __shared__ float squares[split * waves];
     __shared__ arrivals of_squares;
+#if KDA_BULK
+    K3_DYNAMIC_SHARED(u32x4, rows_room);
+    __shared__ arrival of_rows[waves];
+    if (thread_x() == 0) {
+#pragma unroll
+        for (i32 w = 0; w < waves; ++w) make_arrival(&of_rows[w]);
+        arrivals_are_made();
+    }
+#endif
     const i32 part = block_x() % split;
     const i32 head = block_x() / split % KDA_HEADS;
     const i64 row = block_x() / split / KDA_HEADS;
@@ -98,23 +121,41 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
         return;
     }
 
-    // Rows of the state first: they are nearly all of what is read.
-    const i32 first_value = wave() * (wave_size / lanes) + lane() / lanes;
+    // Rows of the state first: they are nearly all of what is read. Those of a wave lie one after the other.
+    const i32 first_value = wave() * passes * wave_rows + lane() / lanes;
     const i32 first_key = lane() % lanes * 4;
     float* const cells = state + slot * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
+#if KDA_BULK
+    constexpr i32 wave_cells = passes * wave_rows * size;
+    float *const held = reinterpret_cast<float*>(rows_room), *const kept = held;
+    if (thread_x() == 0) {
+#pragma unroll
+        for (i32 w = 0; w < waves; ++w) {
+            expect_bytes(&of_rows[w], wave_cells * sizeof(float));
+            copy_bulk(held + w * wave_cells, cells + w * wave_cells, wave_cells * sizeof(float), &of_rows[w]);
+        }
+    }
+#else
     u32x4 held[passes][4];
+    float* const kept = cells;
 #pragma unroll
     for (i32 p = 0; p < passes; ++p) {
-        const i32 value = first_value + p * at_once;
+        const i32 value = first_value + p * wave_rows;
 #pragma unroll
         for (i32 j = 0; j < 4; ++j) {
             if (value < values) held[p][j] = load16(cells + value * size + first_key + j * 4 * lanes);
         }
     }
+#endif
 
     // A channel a thread: its line, its token, its convolution.
     bf16* const line = conv_state + slot * conv_slot;
     bf16 past[rounds][KDA_COLUMNS], token[rounds];
+    const auto move_on = [&](i32 channel, const bf16(&from)[KDA_COLUMNS], bf16 last) {
+#pragma unroll
+        for (i32 j = 1; j < KDA_COLUMNS; ++j) line[static_cast<i64>(j - 1) * conv_column + channel] = from[j];
+        line[static_cast<i64>(KDA_COLUMNS - 1) * conv_column + channel] = last;
+    };
     const auto channel_of = [&](i32 n) {  // among those of the row
         return n < size ? head * size + n : n < 2 * size ? (KDA_HEADS + head) * size + n - size
                                                          : (2 * KDA_HEADS + head) * size + part * values + n - 2 * size;
@@ -135,6 +176,7 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
         }
         const float convolved = when_inner(total * fast_sigmoid(total));
         (n < size ? q_of[n] : n < 2 * size ? k_of[n - size] : v_of[n - 2 * size]) = convolved;
+        if (alone || n >= 2 * size) move_on(channel, past[r], token[r]);
     }
     const float rate = fast_exp(a_log[head]);
     for (i32 n = thread_x(); n < size; n += threads) {
@@ -167,15 +209,22 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     }
 
     float square = 0.0f;
-#pragma unroll
+#if KDA_BULK
+    wait_for(&of_rows[wave()], 0);
+#endif
+#pragma unroll unrolled
     for (i32 p = 0; p < passes; ++p) {
-        const i32 value = first_value + p * at_once;
+        const i32 value = first_value + p * wave_rows;
         const bool here = value < values;
         float predicted = 0.0f, read = 0.0f;
         four decayed[4];
 #pragma unroll
         for (i32 j = 0; j < 4; ++j) {
+#if KDA_BULK
+            decayed[j] = four_of(load16(held + value * size + first_key + j * 4 * lanes));
+#else
             decayed[j] = four_of(here ? held[p][j] : u32x4{0, 0, 0, 0});
+#endif
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 decayed[j].at[i] *= decay[j].at[i];
@@ -189,11 +238,16 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
         for (i32 j = 0; j < 4; ++j) {
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) decayed[j].at[i] = k3::fma(update, k[j].at[i], decayed[j].at[i]);
-            if (here) store16(cells + value * size + first_key + j * 4 * lanes, packed_of(decayed[j]));
+            if (here) store16(kept + value * size + first_key + j * 4 * lanes, packed_of(decayed[j]));
         }
         read = when_inner(k3::fma(update, of_both, read));
         if (here && lane() % lanes == 0) read_of[value] = read, square = k3::fma(read, read, square);
     }
+#if KDA_BULK
+    show_to_bulk_copies();
+    wave_barrier();
+    if (lane() == 0) store_bulk(cells + wave() * wave_cells, held + wave() * wave_cells, wave_cells * sizeof(float));
+#endif
     square = wave_sum(square);
     cluster_wait<split>();  // all workgroups of the head have started: their shared memory may be written
     if (lane() == 0) leave<split, (split > 1)>(&squares[part * waves + wave()], square, of_squares);
@@ -213,10 +267,9 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
 #pragma unroll
     for (i32 r = 0; r < rounds; ++r) {
         const i32 n = thread_x() + r * threads;
-        if (n >= channels || (n < 2 * size && part != 0)) continue;
-        const i32 channel = channel_of(n);
-#pragma unroll
-        for (i32 j = 1; j < KDA_COLUMNS; ++j) line[static_cast<i64>(j - 1) * conv_column + channel] = past[r][j];
-        line[static_cast<i64>(KDA_COLUMNS - 1) * conv_column + channel] = token[r];
+        if (!alone && part == 0 && n < 2 * size) move_on(channel_of(n), past[r], token[r]);
     }
+#if KDA_BULK
+    if (lane() == 0) wait_until_stores_have_read();  // the memory is given away with the workgroup
+#endif
 }

@@ -94,6 +94,23 @@ K3_DEVICE void wait_for(arrival* at, i32 turn) {
     }
 }
 
+// A store is made when its thread waits for it: what is overwritten before then, or never waited for, shows.
+static std::vector<pending_copy>& pending_stores() {
+    static std::map<i32, std::vector<pending_copy>> by_thread;
+    return by_thread[thread_x()];
+}
+K3_DEVICE void show_to_bulk_copies() {}
+K3_DEVICE void store_bulk(void* to, const void* from, u32 bytes) {
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
+        k3_emulator::fail("a bulk copy of bytes, or at an address, that is no multiple of 16");
+    }
+    pending_stores().push_back({to, from, static_cast<i32>(bytes)});
+}
+K3_DEVICE void wait_until_stores_have_read() {
+    for (const pending_copy& copy : pending_stores()) std::memcpy(copy.to, copy.from, copy.bytes);
+    pending_stores().clear();
+}
+
 K3_DEVICE u32 permute_bytes(u32 low, u32 high, u32 selectors) {
     const u64 bytes = static_cast<u64>(high) << 32 | low;
     u32 made = 0;
