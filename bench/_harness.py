@@ -141,11 +141,16 @@ COPY_SWEEP = ((1024, 1, 4), (2048, 1, 8), (4096, 1, 8), (2048, 2, 4), (4096, 2, 
 """(block, steps a program, warps)"""
 
 
+ALIGNED = 128
+"""elements: sets that do not begin at such a multiple are copied more slowly than they need be"""
+
+
 def copy_ceiling(total_bytes: int, l2_bytes: int, replays: int = 60) -> tuple[float, str]:
     """Microseconds of the fastest copy that moves `total_bytes`, half read, half written, cold; its layout. Of
     Triton's, and the driver's memcpy."""
-    swept = _swept(_copy, total_bytes // 8, total_bytes // 8, total_bytes, l2_bytes, replays)
-    return min(swept, (_memcpy(total_bytes // 8, total_bytes, l2_bytes, replays), "memcpy"))
+    count = total_bytes // 8 // ALIGNED * ALIGNED
+    swept = _swept(_copy, count, count, total_bytes, l2_bytes, replays)
+    return min(swept, (_memcpy(count, total_bytes, l2_bytes, replays), "memcpy"))
 
 
 def _memcpy(count: int, total_bytes: int, l2_bytes: int, replays: int) -> float:
@@ -156,7 +161,7 @@ def _memcpy(count: int, total_bytes: int, l2_bytes: int, replays: int) -> float:
 
 def read_ceiling(total_bytes: int, l2_bytes: int, replays: int = 60) -> tuple[float, str]:
     """Microseconds of the fastest Triton read of `total_bytes`, cold; its layout."""
-    return _swept(_read, total_bytes // 4, total_bytes // 4096, total_bytes, l2_bytes, replays)
+    return _swept(_read, total_bytes // 4 // ALIGNED * ALIGNED, total_bytes // 4096, total_bytes, l2_bytes, replays)
 
 
 def _swept(kernel: Any, count: int, out_count: int, total_bytes: int, l2_bytes: int, replays: int) -> tuple[float, str]:

@@ -29,13 +29,14 @@ HEADS, ROWS = (12, 96), (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_SETS = 32
 WARPS = (4, 8, 16)
 LAYOUTS = [
-    *(hip_kernel.Layout(*shape, dependent=True) for shape in [(1, 4), (1, 8), (1, 16), (2, 8), (4, 4), (8, 4)]),
     *(
-        hip_kernel.Layout(split, waves, dependent=True, bulk=True, occupancy=occupancy)
-        for split, waves, occupancy in [
-            (1, 4, 3), (1, 8, 4), (1, 8, 6), (1, 16, 8), (2, 4, 4), (2, 4, 6), (2, 8, 8), (4, 2, 4), (4, 4, 6),
-            (4, 4, 8), (4, 8, 8), (8, 4, 6), (8, 4, 8),
-        ]
+        hip_kernel.Layout(split, waves, dependent=True, keys=keys)
+        for split, waves, keys in [(1, 4, 16), (1, 8, 16), (2, 4, 16), (2, 8, 16), (4, 4, 16), (8, 4, 16)]
+    ),
+    *(
+        hip_kernel.Layout(1, waves, dependent=True, keys=keys, bulk=True, once=once)
+        for waves, keys in [(4, 16), (8, 16), (8, 8)]
+        for once in (False, True)
     ),
 ]  # fmt: skip
 Call = Callable[[int], Tensor]

@@ -68,6 +68,17 @@ K3_DEVICE void copy_bulk(void* to, const void* from, u32 bytes, arrival* at) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(at)) : "memory");
 }
+// As copy_bulk, and store_bulk below, of what is needed once: it leaves the L2 first.
+K3_DEVICE u64 leaves_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+K3_DEVICE void copy_bulk_once(void* to, const void* from, u32 bytes, arrival* at) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(at)),
+        "l"(leaves_first()) : "memory");
+}
 K3_DEVICE void wait_for(arrival* at, i32 turn) {
     u32 passed = 0;
     while (passed == 0) {
@@ -82,6 +93,11 @@ K3_DEVICE void show_to_bulk_copies() { asm volatile("fence.proxy.async.shared::c
 K3_DEVICE void store_bulk(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
         ::"l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+K3_DEVICE void store_bulk_once(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+        ::"l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes), "l"(leaves_first()) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 K3_DEVICE void wait_until_stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -1,7 +1,8 @@
 """The HIP C++ kernel of `k3::kda_decode` (`hip/kda_decode.hip`): bf16 inputs, fp32 states, compiled for each shape.
 
-AMD       one workgroup a head of a row
-NVIDIA    few heads (sm_90 and later): a cluster of workgroups shares a head, each with a part of its values
+AMD       one workgroup a head of a row, whose state is in its registers
+NVIDIA    sm_90 and later. Few heads: a cluster of workgroups shares a head, each with a part of its values; more: one
+          workgroup a head, whose state waits in shared memory
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ PATH = Path(__file__).parent / "hip" / "kda_decode.hip"
 SYMBOL = "kda_decode"
 SIZES, TAPS = (64, 128), 4
 CLUSTER_ARCHS = ("sm_90", "sm_100")
+ONCE_BYTES = 100 * 2**20
+"""of all states of a call"""
 _NARROW = ("qkv", "f", "b", "gate", "conv_state")
 _SLOTS = {torch.int32: 32, torch.int64: 64}
 _ROWS_WITHOUT_A_NUMBER = 64
@@ -39,20 +42,28 @@ class Layout:
     split: int
     waves: int
     dependent: bool = False
+    keys: int = 16
+    """of a row of the state that a lane has: 8 or 16"""
     bulk: bool = False
     """states wait in shared memory, which bulk copies fill and empty (sm_90 and later), instead of in registers"""
-    occupancy: int = 0
-    """waves of a SIMD for which registers are kept few enough; 0: as many registers as it likes"""
+    once: bool = False
+    """bulk copies tell the L2 that a state is not needed again soon"""
 
 
 def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
-    """`heads`: of all rows. As many workgroups a head as leave no compute unit with two, up to 8. Not measured."""
+    """`heads`: of all rows. Measured on an H200 with heads of 128; elsewhere a workgroup takes a head.
+
+    Few heads are shared by clusters, as long as no compute unit gets two workgroups. More have their states under way
+    in shared memory, three to a compute unit. That a state is not needed again soon is worth a tenth until states are
+    several times the L2, and costs half as much from there on.
+    """
     if arch not in CLUSTER_ARCHS:
         return Layout(1, 8 if heads >= compute_units else 16)
-    split = 8
-    while split > 1 and (heads * split > compute_units or size // split < 16):
-        split //= 2
-    return Layout(split, 8 if split == 1 else 4, dependent=True)
+    if heads * 4 <= compute_units:
+        return Layout(4, 4, dependent=True)
+    if heads * 2 <= compute_units:
+        return Layout(2, 8, dependent=True)
+    return Layout(1, 8, dependent=True, keys=8, bulk=True, once=heads * size * size * 4 <= ONCE_BYTES)
 
 
 def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
@@ -99,8 +110,9 @@ def unit(arguments: Mapping[str, Any], layout: Layout) -> HipUnit:
         "SILU": int(arguments["activation"] == "silu"),
         "INNER_BF16": int(arguments["inner_dtype"] == torch.bfloat16),
         "DEPENDENT": int(layout.dependent),
+        "KEYS": layout.keys,
         "BULK": int(layout.bulk),
-        "OCCUPANCY": layout.occupancy,
+        "ONCE": int(layout.once),
     }
     defines = {f"KDA_{name}": str(value) for name, value in values.items()}
     return HipUnit(PATH, SYMBOL, defines, dynamic_lds=_state_bytes(state.shape[3], layout))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kda_decode_cases import errors, make_call
@@ -24,14 +26,16 @@ def test_shapes(heads: int, rows: int, inner: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "split"), [(12, 1, 0), (12, 1, 2), (12, 7, 0), (96, 1, 0), (96, 8, 0), (12, 5, 4)]
-)
+    ("heads", "rows", "layout"),
+    [(12, 1, None), (12, 4, None), (12, 7, None), (96, 1, None), (96, 8, None), (96, 64, None), (12, 128, None),
+     (12, 5, (2, 4)), (12, 3, (8, 4)), (12, 9, (1, 4)), (12, 9, (1, 8, True, 16, True, True))],
+)  # fmt: skip
 @pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16])
-def test_the_hip_source(heads: int, rows: int, split: int, inner: torch.dtype) -> None:
-    """`split` 0: the layout of the target; else a cluster of so many workgroups (NVIDIA)."""
-    if split and torch.version.hip:
+def test_the_hip_source(heads: int, rows: int, layout: Any, inner: torch.dtype) -> None:
+    """None: the layout of the target; else clusters, or bulk copies (NVIDIA)."""
+    if layout and torch.version.hip:
         pytest.skip("AMD has no clusters")
-    layout = hip_kernel.Layout(split, 4, dependent=True) if split else None
+    layout = hip_kernel.Layout(*layout) if layout else None
     slots = [0 if i % 5 == 4 else i + 1 for i in range(rows)][::-1]
     for activation in ("sigmoid", "silu"):
         call = make_call(slots, heads, 128, inner=inner, spare=3, activation=activation, device="cuda")

@@ -1,7 +1,8 @@
 // One token of a KDA layer, from its projections to the input of its output projection: the schedule of ../triton.py.
 //
+//   inputs    what needs no slot is asked for first; then the state, which is nearly all of what is read; then the lines
 //   q, k, v   convolved from the line of past inputs; decay of each key; beta                 a channel a thread
-//   S         loaded first, then decayed, updated, stored; read out in the same pass          8 lanes a value's row
+//   S         decayed, updated, stored; read out in the same pass                             8 lanes a value's row
 //   y         normalised over the head, gated
 //   lines     moved on by one                                                                 when all have read them
 //
@@ -16,6 +17,7 @@
 //   KDA_TAPS, KDA_COLUMNS  of the convolution; columns of a line, TAPS - 1 or more, the oldest first
 //   KDA_SPLIT              workgroups of a head; 1 on AMD
 //   KDA_WAVES              of a workgroup
+//   KDA_KEYS               of a row of the state that a lane has: 8 or 16
 //   KDA_SLOTS              0: row n has slot n; else the type of the slots: 32 or 64
 //   KDA_NULL               1: slots at or below zero are nobody's
 //   KDA_SILU               1: the gate goes through SiLU; 0: through a sigmoid
@@ -24,7 +26,7 @@
 //   KDA_BULK               1: the state waits in shared memory, where bulk copies bring it and from where they take it
 //                          back, so that several workgroups' states are under way in a multiprocessor (sm_90 and later);
 //                          0: in registers
-//   KDA_OCCUPANCY          waves of a SIMD for which registers are kept few enough; 0: as many registers as it likes
+//   KDA_ONCE               1: bulk copies tell the L2 that a state is not needed again soon
 //
 // Inputs, lines and the result are bf16, weights and states fp32. Strides are in elements; states and taps are 16-byte
 // aligned, a head's state lies in one piece.
@@ -42,13 +44,13 @@ using namespace k3;
 constexpr i32 size = KDA_SIZE, split = KDA_SPLIT, waves = KDA_WAVES;
 constexpr i32 threads = waves * wave_size;
 constexpr i32 values = size / split;                 // of this workgroup
-constexpr i32 lanes = size / 16;                     // that share a row of the state, 16 keys each
+constexpr i32 quads = KDA_KEYS / 4, lanes = size / KDA_KEYS;  // lanes that share a row of the state, so many keys each
 constexpr i32 wave_rows = wave_size / lanes;           // of a wave in a pass
 constexpr i32 passes = (values + waves * wave_rows - 1) / (waves * wave_rows);
 constexpr i32 channels = 2 * size + values;  // q, k and the own part of v
 constexpr i32 rounds = (channels + threads - 1) / threads;
 constexpr i32 history = KDA_TAPS - 1;
-constexpr i32 unrolled = KDA_BULK ? 2 : passes;  // what lies in shared memory needs no registers ahead of its pass
+constexpr i32 unrolled = KDA_BULK ? 4 : passes;  // what lies in shared memory needs no registers ahead of its pass
 constexpr bool alone = split == 1;               // each line is one thread's
 constexpr bool dependent = KDA_DEPENDENT, has_null = KDA_NULL, bulk = KDA_BULK;
 
@@ -57,7 +59,7 @@ static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups")
 static_assert(size % split == 0 && values % (passes * wave_rows) == 0, "values come out even");
 static_assert(!bulk || values == waves * passes * wave_rows, "every wave has rows of its own");
 static_assert(KDA_COLUMNS >= history && KDA_TAPS == 4, "taps are read as one vector");
-static_assert(threads >= values, "a thread finishes a value");
+static_assert(threads >= size, "a thread finishes a value, and decays a key");
 
 #if KDA_SLOTS == 64
 typedef i64 slot_type;
@@ -80,8 +82,8 @@ K3_DEVICE u32x4 packed_of(const four& from) {
 }  // namespace
 
 // Grid: (rows * HEADS * SPLIT).
-#if KDA_OCCUPANCY
-K3_KERNEL_OCCUPANCY(threads, KDA_OCCUPANCY)
+#if KDA_BULK  // three workgroups' states fit the shared memory of a multiprocessor
+K3_KERNEL_OCCUPANCY(threads, 3 * KDA_WAVES / 4)
 #else
 K3_KERNEL(threads)
 #endif
@@ -113,83 +115,102 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     wait_for_earlier_kernel<dependent>();
     release_later_kernel<dependent>();
 
+    const i32 me = thread_x();
+    const auto channel_of = [&](i32 n) {  // among those of the row
+        return n < size ? head * size + n : n < 2 * size ? (KDA_HEADS + head) * size + n - size
+                                                         : (2 * KDA_HEADS + head) * size + part * values + n - 2 * size;
+    };
+    bf16 token[rounds];
+    u32x4 taps[rounds];
+#pragma unroll
+    for (i32 r = 0; r < rounds; ++r) {
+        const i32 n = me + r * threads;
+        if (n >= channels) continue;
+        token[r] = qkv[row * qkv_row + channel_of(n)];
+        taps[r] = load16(conv_weight + static_cast<i64>(channel_of(n)) * KDA_TAPS);
+    }
+    const i32 key = me % size, own_value = part * values + me % values;
+    const float moved = to_float(f[row * f_row + head * size + key]) + dt_bias[head * size + key];
+    const float rate = a_log[head], raw_beta = to_float(b[row * b_row + head]), norm = norm_weight[own_value];
+    const float z = to_float(gate[row * gate_row + static_cast<i64>(head) * gate_head + own_value]);
+
     const i64 slot = KDA_SLOTS ? static_cast<i64>(slots[row]) : row;
     bf16* const result = out + (row * KDA_HEADS + head) * size + part * values;
     if (has_null && slot <= 0) {
-        if (thread_x() < values) result[thread_x()] = to_bf16(0.0f);
+        if (me < values) result[me] = to_bf16(0.0f);
         cluster_wait<split>();
         return;
     }
 
-    // Rows of the state first: they are nearly all of what is read. Those of a wave lie one after the other.
+    // Rows of the state. Those of a wave lie one after the other.
     const i32 first_value = wave() * passes * wave_rows + lane() / lanes;
     const i32 first_key = lane() % lanes * 4;
     float* const cells = state + slot * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
 #if KDA_BULK
     constexpr i32 wave_cells = passes * wave_rows * size;
     float *const held = reinterpret_cast<float*>(rows_room), *const kept = held;
-    if (thread_x() == 0) {
+    if (me == 0) {
 #pragma unroll
         for (i32 w = 0; w < waves; ++w) {
             expect_bytes(&of_rows[w], wave_cells * sizeof(float));
-            copy_bulk(held + w * wave_cells, cells + w * wave_cells, wave_cells * sizeof(float), &of_rows[w]);
+            (KDA_ONCE ? copy_bulk_once : copy_bulk)(held + w * wave_cells, cells + w * wave_cells, wave_cells * sizeof(float), &of_rows[w]);
         }
     }
 #else
-    u32x4 held[passes][4];
+    u32x4 held[passes][quads];
     float* const kept = cells;
 #pragma unroll
     for (i32 p = 0; p < passes; ++p) {
         const i32 value = first_value + p * wave_rows;
 #pragma unroll
-        for (i32 j = 0; j < 4; ++j) {
+        for (i32 j = 0; j < quads; ++j) {
             if (value < values) held[p][j] = load16(cells + value * size + first_key + j * 4 * lanes);
         }
     }
 #endif
 
-    // A channel a thread: its line, its token, its convolution.
+    // A channel a thread: its line, then its convolution.
     bf16* const line = conv_state + slot * conv_slot;
-    bf16 past[rounds][KDA_COLUMNS], token[rounds];
-    const auto move_on = [&](i32 channel, const bf16(&from)[KDA_COLUMNS], bf16 last) {
-#pragma unroll
-        for (i32 j = 1; j < KDA_COLUMNS; ++j) line[static_cast<i64>(j - 1) * conv_column + channel] = from[j];
-        line[static_cast<i64>(KDA_COLUMNS - 1) * conv_column + channel] = last;
-    };
-    const auto channel_of = [&](i32 n) {  // among those of the row
-        return n < size ? head * size + n : n < 2 * size ? (KDA_HEADS + head) * size + n - size
-                                                         : (2 * KDA_HEADS + head) * size + part * values + n - 2 * size;
-    };
+    bf16 past[rounds][KDA_COLUMNS];
 #pragma unroll
     for (i32 r = 0; r < rounds; ++r) {
-        const i32 n = thread_x() + r * threads;
+        const i32 n = me + r * threads;
         if (n >= channels) continue;
-        const i32 channel = channel_of(n);
-        token[r] = qkv[row * qkv_row + channel];
 #pragma unroll
-        for (i32 j = 0; j < KDA_COLUMNS; ++j) past[r][j] = line[static_cast<i64>(j) * conv_column + channel];
-        const four taps = four_of(load16(conv_weight + static_cast<i64>(channel) * KDA_TAPS));
-        float total = to_float(token[r]) * taps.at[history];
+        for (i32 j = 0; j < KDA_COLUMNS; ++j) past[r][j] = line[static_cast<i64>(j) * conv_column + channel_of(n)];
+    }
+    if (me < size) decay_of[me] = fast_exp(fast_sigmoid(fast_exp(rate) * moved) * bound);
+    const float beta = fast_sigmoid(raw_beta);
+#pragma unroll
+    for (i32 r = 0; r < rounds; ++r) {
+        const i32 n = me + r * threads;
+        if (n >= channels) continue;
+        const four weight = four_of(taps[r]);
+        float total = to_float(token[r]) * weight.at[history];
 #pragma unroll
         for (i32 j = 0; j < history; ++j) {
-            total = k3::fma(to_float(past[r][KDA_COLUMNS - history + j]), taps.at[j], total);
+            total = k3::fma(to_float(past[r][KDA_COLUMNS - history + j]), weight.at[j], total);
         }
         const float convolved = when_inner(total * fast_sigmoid(total));
         (n < size ? q_of[n] : n < 2 * size ? k_of[n - size] : v_of[n - 2 * size]) = convolved;
-        if (alone || n >= 2 * size) move_on(channel, past[r], token[r]);
     }
-    const float rate = fast_exp(a_log[head]);
-    for (i32 n = thread_x(); n < size; n += threads) {
-        const float moved = to_float(f[row * f_row + head * size + n]) + dt_bias[head * size + n];
-        decay_of[n] = fast_exp(fast_sigmoid(rate * moved) * bound);
+    const auto move_on = [&](i32 r) {
+        const i32 channel = channel_of(me + r * threads);
+#pragma unroll
+        for (i32 j = 1; j < KDA_COLUMNS; ++j) line[static_cast<i64>(j - 1) * conv_column + channel] = past[r][j];
+        line[static_cast<i64>(KDA_COLUMNS - 1) * conv_column + channel] = token[r];
+    };
+#pragma unroll
+    for (i32 r = 0; r < rounds; ++r) {
+        const i32 n = me + r * threads;
+        if (n < channels && (alone || n >= 2 * size)) move_on(r);
     }
-    const float beta = fast_sigmoid(to_float(b[row * b_row + head]));
     barrier();
 
-    four q[4], k[4], decay[4];
+    four q[quads], k[quads], decay[quads];
     float of_q = 0.0f, of_k = 0.0f, of_both = 0.0f;
 #pragma unroll
-    for (i32 j = 0; j < 4; ++j) {
+    for (i32 j = 0; j < quads; ++j) {
         const i32 key = first_key + j * 4 * lanes;
         q[j] = four_of(load16(q_of + key)), k[j] = four_of(load16(k_of + key)), decay[j] = four_of(load16(decay_of + key));
 #pragma unroll
@@ -203,7 +224,7 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     const float unit_k = fast_rsqrt(group_sum<lanes>(of_k) + l2_eps);
     of_both = group_sum<lanes>(of_both) * unit_q * unit_k;
 #pragma unroll
-    for (i32 j = 0; j < 4; ++j) {
+    for (i32 j = 0; j < quads; ++j) {
 #pragma unroll
         for (i32 i = 0; i < 4; ++i) q[j].at[i] *= unit_q, k[j].at[i] *= unit_k;
     }
@@ -217,9 +238,9 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
         const i32 value = first_value + p * wave_rows;
         const bool here = value < values;
         float predicted = 0.0f, read = 0.0f;
-        four decayed[4];
+        four decayed[quads];
 #pragma unroll
-        for (i32 j = 0; j < 4; ++j) {
+        for (i32 j = 0; j < quads; ++j) {
 #if KDA_BULK
             decayed[j] = four_of(load16(held + value * size + first_key + j * 4 * lanes));
 #else
@@ -235,7 +256,7 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
         predicted = group_sum<lanes>(predicted), read = group_sum<lanes>(read);
         const float update = here ? beta * (v_of[here ? value : 0] - predicted) : 0.0f;
 #pragma unroll
-        for (i32 j = 0; j < 4; ++j) {
+        for (i32 j = 0; j < quads; ++j) {
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) decayed[j].at[i] = k3::fma(update, k[j].at[i], decayed[j].at[i]);
             if (here) store16(kept + value * size + first_key + j * 4 * lanes, packed_of(decayed[j]));
@@ -246,7 +267,7 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
 #if KDA_BULK
     show_to_bulk_copies();
     wave_barrier();
-    if (lane() == 0) store_bulk(cells + wave() * wave_cells, held + wave() * wave_cells, wave_cells * sizeof(float));
+    if (lane() == 0) (KDA_ONCE ? store_bulk_once : store_bulk)(cells + wave() * wave_cells, held + wave() * wave_cells, wave_cells * sizeof(float));
 #endif
     square = wave_sum(square);
     cluster_wait<split>();  // all workgroups of the head have started: their shared memory may be written
@@ -256,18 +277,15 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     float sum = 0.0f;
 #pragma unroll
     for (i32 w = 0; w < split * waves; ++w) sum += squares[w];
-    if (thread_x() < values) {
-        const i32 value = part * values + thread_x();
-        const float z = to_float(gate[row * gate_row + static_cast<i64>(head) * gate_head + value]);
-        const float normed = read_of[thread_x()] * fast_rsqrt(sum * (1.0f / size) + norm_eps) * norm_weight[value];
-        result[thread_x()] = to_bf16(normed * (KDA_SILU ? z * fast_sigmoid(z) : fast_sigmoid(z)));
+    if (me < values) {
+        const float normed = read_of[me] * fast_rsqrt(sum * (1.0f / size) + norm_eps) * norm;
+        result[me] = to_bf16(normed * (KDA_SILU ? z * fast_sigmoid(z) : fast_sigmoid(z)));
     }
 
     // Everyone has read the lines of q and k before its squares arrived here.
 #pragma unroll
     for (i32 r = 0; r < rounds; ++r) {
-        const i32 n = thread_x() + r * threads;
-        if (!alone && part == 0 && n < 2 * size) move_on(channel_of(n), past[r], token[r]);
+        if (!alone && part == 0 && me + r * threads < 2 * size) move_on(r);
     }
 #if KDA_BULK
     if (lane() == 0) wait_until_stores_have_read();  // the memory is given away with the workgroup

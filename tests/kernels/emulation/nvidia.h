@@ -79,6 +79,7 @@ K3_DEVICE void copy_bulk(void* to, const void* from, u32 bytes, arrival* at) {
     std::memset(to, 0xff, bytes);
     pending_at(at).copies.push_back({to, from, static_cast<i32>(bytes)});
 }
+K3_DEVICE void copy_bulk_once(void* to, const void* from, u32 bytes, arrival* at) { copy_bulk(to, from, bytes, at); }
 K3_DEVICE void wait_for(arrival* at, i32 turn) {
     pending_arrival& there = pending_at(at);
     while (there.passed % 2 == turn) {
@@ -106,6 +107,7 @@ K3_DEVICE void store_bulk(void* to, const void* from, u32 bytes) {
     }
     pending_stores().push_back({to, from, static_cast<i32>(bytes)});
 }
+K3_DEVICE void store_bulk_once(void* to, const void* from, u32 bytes) { store_bulk(to, from, bytes); }
 K3_DEVICE void wait_until_stores_have_read() {
     for (const pending_copy& copy : pending_stores()) std::memcpy(copy.to, copy.from, copy.bytes);
     pending_stores().clear();
