@@ -11,16 +11,21 @@ from types import MappingProxyType
 from k3rewrite.passes.canonicalise import CanonicalisePass
 from k3rewrite.passes.fuse_attn_res_norm import FuseAttnResNormPass
 from k3rewrite.passes.fuse_block_write import FuseBlockWritePass
+from k3rewrite.passes.fuse_kda_decode import FuseKdaDecodePass
 from k3rewrite.passes.lift_attn_res import LiftAttnResPass
 from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNormPass
+from k3rewrite.passes.lift_kda_step import LiftKdaStepPass
 from k3rewrite.passes.lift_l2_norm import LiftL2NormPass
 from k3rewrite.passes.lift_mlp import LiftMlpPass
 from k3rewrite.passes.lift_moe import LiftMoePass
 from k3rewrite.passes.lift_rms_norm import LiftRmsNormPass
 from k3rewrite.passes.lift_route import LiftRoutePass
+from k3rewrite.passes.lift_short_conv import LiftShortConvPass
+from k3rewrite.passes.lift_state_slots import LiftStateSlotsPass
 from k3rewrite.passes.merge_projections import MergeProjectionsPass
 from k3rewrite.passes.reuse_storage import ReuseStoragePass
 from k3rewrite.passes.select import SelectPass
+from k3rewrite.passes.stack_weights import StackWeightsPass
 from k3rewrite.passes.warp_decode_moe import WarpDecodeMoePass
 from k3rewrite.pipeline.pass_base import Pass
 
@@ -29,6 +34,9 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     LiftRmsNormPass,
     LiftGatedRmsNormPass,
     LiftL2NormPass,
+    LiftShortConvPass,
+    LiftKdaStepPass,
+    LiftStateSlotsPass,
     LiftRoutePass,
     LiftMoePass,
     LiftMlpPass,
@@ -36,7 +44,9 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     FuseAttnResNormPass,
     FuseBlockWritePass,
     WarpDecodeMoePass,
+    FuseKdaDecodePass,
     MergeProjectionsPass,
+    StackWeightsPass,
     SelectPass,
     ReuseStoragePass,
 )

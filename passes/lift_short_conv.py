@@ -195,7 +195,7 @@ class LiftShortConv1d(_ShortConv):
         if (weight := match.value("weight")).dim() != 2 and not same_sizes(weight.shape, taps.shape):
             return Refusal("the taps are no matrix of channels by taps", match["weight"])
         count, first = convolved.shape[2], match.get("first")
-        start = 0 if first is None else first if first >= 0 else count + first
+        start = 0 if first is None else first if not isinstance(first, int) or first >= 0 else count + first
         if not same_size(match.value("last").shape[2], 1) or not same_size(start, count - 1):
             return Refusal("what is read is not the last token alone", match["last"])
         return None
@@ -234,8 +234,9 @@ def _with_moved(match: Match) -> Match:
         if user.target is not aten.slice.Tensor or not isinstance(dim, int):
             continue
         arguments, value = bound_arguments(user), user.meta["val"]
-        length = window.meta["val"].shape[dim]
-        start = arguments["start"] or 0
+        length, start = window.meta["val"].shape[dim], arguments["start"] or 0
+        if not isinstance(start, int) or not isinstance(length, int):
+            continue  # a symbolic size: no window of taps
         at = start if start >= 0 else length + start
         along = arguments["dim"] % value.dim() == dim % value.dim()
         if along and arguments["step"] == 1 and at == 1 and same_size(value.shape[dim], length - 1):

@@ -317,6 +317,7 @@ class LiftStateSlotsPass(RulePass):
 
     name: ClassVar[str] = "lift_state_slots"
     requires: ClassVar[frozenset[str]] = frozenset({"lift_short_conv", "lift_kda_step"})
+    provides: ClassVar[frozenset[str]] = frozenset({"short_conv", "kda_step"})
 
     def rules(self) -> tuple[Rule, ...]:
         return (LiftStateSlots(),)

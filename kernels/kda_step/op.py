@@ -79,8 +79,9 @@ def kda_step_fake(
 
 
 def _cost(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor | None, *rest: object
-) -> Cost:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor | None, null_slot: bool,
+    keys_last: bool,
+) -> Cost:  # fmt: skip
     """Only the rows' own states are read and written, in place."""
     rows = tensor_bytes(state) if slots is None else tensor_bytes(state[:1].expand(q.shape[0], *state.shape[1:]))
     return Cost(1, tensor_bytes(q, k, v, g, beta, slots) + rows, tensor_bytes(v) + rows)

@@ -51,6 +51,7 @@ def test_decode_steps_with_shuffled_slots_and_padding(finalise: str) -> None:
     assert len(backend.reports) == 1, "one graph serves all steps"
     fused = {p.name: p.matched for p in backend.reports[0].passes}
     assert fused["fuse_attn_res_norm"] == 2 * config.num_hidden_layers
+    assert fused["fuse_kda_decode"] == NAMES["n_kda_layers"]
 
 
 @pytest.mark.parametrize("finalise", [pytest.param("inductor", marks=SLOW), "eager"])
@@ -67,6 +68,7 @@ def test_verify_steps_with_shuffled_slots_and_accepted_counts(finalise: str) -> 
         steps.append(type(inputs)(tokens, inputs.slots[order], accepted, inputs.positions[order]))
     matched = _run_steps(model, state, steps, "verify", finalise)
     assert matched["fuse_attn_res_norm"] == 2 * CONFIG.num_hidden_layers
+    assert (matched["lift_kda_step"], matched["fuse_kda_decode"]) == (3 * NAMES["n_kda_layers"], 0)
     assert matched["lift_route"] == NAMES["n_moe_layers"]
 
 

@@ -58,11 +58,22 @@ class Warp(Shared):
     roundings: Literal["fewest", "model"] = "fewest"
 
 
+@dataclass(frozen=True)
+class Kda(Shared):
+    """Round less here, too."""
+
+    name: ClassVar[str] = "fuse_kda_decode"
+    roundings: Literal["fewest", "model"] = "fewest"
+
+
 BEFORE = (
     "canonicalise",
     "lift_rms_norm",
     "lift_gated_rms_norm",
     "lift_l2_norm",
+    "lift_short_conv",
+    "lift_kda_step",
+    "lift_state_slots",
     "lift_route",
     "lift_moe",
     "lift_mlp",
@@ -73,7 +84,9 @@ FAKE_PASSES = (
     Fuse,
     plain("fuse_block_write"),
     Warp,
+    Kda,
     plain("merge_projections"),
+    plain("stack_weights"),
     plain("select"),
     plain("reuse_storage"),
 )

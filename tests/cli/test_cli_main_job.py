@@ -36,7 +36,8 @@ def test_compile_verifies_emits_and_reports(tmp_path: Path, capsys: pytest.Captu
     report = json.loads((run / "report.json").read_text())
     assert report["end_to_end"]["passed"] and report["error"] == ""
     matched = {p["name"]: p["matched"] for p in report["passes"]}
-    assert (matched["fuse_attn_res_norm"], matched["lift_moe"], matched["select"]) == (8, 3, 11)
+    assert (matched["fuse_attn_res_norm"], matched["lift_moe"], matched["fuse_kda_decode"]) == (8, 3, 3)
+    assert matched["select"] == 14
     assert all(
         site["verified"]
         for p in report["passes"]
@@ -46,7 +47,7 @@ def test_compile_verifies_emits_and_reports(tmp_path: Path, capsys: pytest.Captu
     for kernel in report["kernels"]:
         assert kernel["executed"] == "reference" and kernel["spills"] == 0
         assert (run / kernel["object"]).is_file() and (run / kernel["source"]).is_file()
-        assert any("attn_res.py" in line or "experts.py" in line for line in kernel["provenance"])
+        assert any("attn_res.py" in line or "experts.py" in line or "norms.py" in line for line in kernel["provenance"])
     rewritten = sorted((run / "graphs").glob("*.txt"))[-1].read_text()
     bound = {name for kernel in report["kernels"] for name in kernel["bound"]}
     assert bound and all(name in rewritten for name in bound)

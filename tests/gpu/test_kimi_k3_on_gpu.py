@@ -56,6 +56,8 @@ def test_compiled_model_runs_its_kernels(phase: str, finalise: str) -> None:
     names = _kernel_names(lambda: compiled(*args, **kwargs))
     fused = [n for n in names if "attn_res" in n]
     assert len(fused) == 2 * config.num_hidden_layers, sorted(set(names))
+    steps = [n for n in names if "kda_decode" in n]
+    assert len(steps) == (NAMES["n_kda_layers"] if phase == "decode" else 0), sorted(set(names))
     assert len(backend.reports) == 1, "it was compiled once"
 
 

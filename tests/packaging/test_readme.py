@@ -109,7 +109,7 @@ def test_its_examples_are_rewritten_and_its_counterexamples_are_not(shown: type[
 
 def test_it_works_in_the_pipeline_that_selects_it(shown: type[RulePass], tmp_path: Path) -> None:
     module, reports = _run(shown, tmp_path)
-    shipped = [name for name in PASSES if name != "merge_projections"]  # `default` is without it
+    shipped = [name for name in PASSES if name not in ("merge_projections", "stack_weights")]  # `default` is without
     at = shipped.index("lift_l2_norm")
     assert list(reports) == [*shipped[:at], shown.name, *shipped[at:]]
     assert reports[shown.name].matched == 1 and reports[shown.name].expect_ok
@@ -147,7 +147,7 @@ def test_its_pipeline_without_changes_of_rounding(tmp_path: Path) -> None:
     path.write_text(_block("How far it goes", "yaml"))
     allowed = [p.name for p in load_pipeline("default", known_passes=PASSES).passes
                if p.options.get("allow_changes_rounding")]  # fmt: skip
-    assert allowed == ["fuse_attn_res_norm", "warp_decode_moe"]
+    assert allowed == ["fuse_attn_res_norm", "warp_decode_moe", "fuse_kda_decode"]
     own = {p.name: p.options for p in load_pipeline(path, known_passes=PASSES).passes}
     for name in allowed:
         assert own[name] == {"roundings": "model", "allow_changes_rounding": False}

@@ -42,6 +42,9 @@ SHIPPED_PASSES = (
     "lift_rms_norm",
     "lift_gated_rms_norm",
     "lift_l2_norm",
+    "lift_short_conv",
+    "lift_kda_step",
+    "lift_state_slots",
     "lift_route",
     "lift_moe",
     "lift_mlp",
@@ -49,7 +52,9 @@ SHIPPED_PASSES = (
     "fuse_attn_res_norm",
     "fuse_block_write",
     "warp_decode_moe",
+    "fuse_kda_decode",
     "merge_projections",
+    "stack_weights",
     "select",
     "reuse_storage",
 )
@@ -57,6 +62,7 @@ KNOWN: dict[str, type] = {
     **dict.fromkeys(SHIPPED_PASSES, Plain),
     "fuse_attn_res_norm": Fuse,
     "warp_decode_moe": Fuse,
+    "fuse_kda_decode": Fuse,
     "a": Plain,
     "b": Fuse,
     "c": Plain,
@@ -148,7 +154,7 @@ def test_extends_works_over_several_files(tmp_path: Path) -> None:
 
 def test_mapping_is_read_like_a_file() -> None:
     config = load({"version": 1, "extends": "base", "passes": [{"fuse_attn_res_norm": {"roundings": "model"}}]})
-    assert config.passes[8].options == {"roundings": "model", "allow_changes_rounding": True}
+    assert config.passes[11].options == {"roundings": "model", "allow_changes_rounding": True}
     assert config.name == "<mapping>"
 
 
