@@ -20,6 +20,14 @@ def rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)) of an fp32, and x above 20 as torch has it: a series where 1 + exp(x) would lose digits."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    near = e * (1.0 - e * (1 / 2 - e * (1 / 3 - e / 4)))
+    return tl.where(x > 20.0, x, tl.where(e < 1 / 64, near, tl.log(1.0 + e)))
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent of an fp32, relative error below 3e-7: a series near 0, where the quotient cancels."""
     square = x * x

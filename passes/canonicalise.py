@@ -3,6 +3,7 @@
     x.float().to(bfloat16)           -> x            (x bf16: widened and narrowed back, exact)
     x.float().double()               -> x.double()   (two widenings are one)
     torch.ops.aten.copy(dst, src)    -> src          (functional copy that changes neither dtype, shape nor stride)
+    x[:, 0] = y, of one slot         -> y[:, None]   (everything is written)
     x.masked_fill(mask, -inf)        -> x            (a mask that is known to be false everywhere)
     x.view(2, 4), x.view(2, 4)       -> one node     (equal views and casts of one value)
 
@@ -32,6 +33,7 @@ from k3rewrite.patterns import (
     CounterExample,
     Example,
     Match,
+    Number,
     Policy,
     Refusal,
     Rule,
@@ -198,6 +200,42 @@ class FoldScatteredCopy(Rule):
         return (CounterExample("a cast on the way", cast, _fp32, "casts"),)
 
 
+class FoldWholeScatter(Rule):
+    """A value that is written into the only slot there is: nothing is left of what was there."""
+
+    name = "fold_whole_scatter"
+    policy = Policy.EXACT
+    anchors = OPERATORS["select_scatter"]
+    pattern = call("select_scatter", Var("base"), Var("source"), Number("dim"), Anything("index"), name="anchor")
+    reach = 0
+
+    def is_site(self, node: Node) -> bool:
+        dim = node.args[2] if len(node.args) > 2 else None
+        return isinstance(dim, int) and same_size(node.meta["val"].shape[dim], 1)
+
+    def check(self, match: Match) -> Refusal | None:
+        if match.value("source").dtype != match.value("base").dtype:
+            return Refusal("it is cast on the way", match["anchor"])
+        return None
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        return {"root": builder.call(_aten.unsqueeze.default, match["source"], match["dim"])}
+
+    def examples(self) -> Sequence[Example]:
+        def stored(x: Tensor) -> Tensor:
+            out = torch.zeros(x.shape[0], 1, x.shape[1])
+            out[:, 0] = x * 2
+            return out + 1
+
+        return (Example("a sequence of one token", stored, _fp32),)
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        def cast(x: Tensor) -> Tensor:
+            return torch.select_scatter(x.unsqueeze(1), (x * 2).double(), 1, 0) + 1
+
+        return (CounterExample("a cast on the way", cast, _fp32, "cast on the way"),)
+
+
 def _best_groups(x: Tensor, groups: int, excluded: Callable[[Tensor], Tensor], value: float = 1) -> Tensor:
     """The better half of the groups of columns of x, -inf in the others, and exp of it."""
     totals = x.view(x.shape[0], groups, -1).sum(-1)
@@ -280,4 +318,4 @@ class CanonicalisePass(RulePass):
         merge_equal(module.graph, report)
 
     def rules(self) -> tuple[Rule, ...]:
-        return (FoldCasts(), FoldCopy(), FoldOpenMask(), FoldScatteredCopy())
+        return (FoldCasts(), FoldCopy(), FoldOpenMask(), FoldScatteredCopy(), FoldWholeScatter())

@@ -6,8 +6,11 @@
     o, S     = k3::kda_step(k3::l2_norm(q) * scale, k3::l2_norm(k), v.float(), g, sigmoid(b.float()), S, slots, ...)
     y        = k3::gated_rms_norm(o.bfloat16(), weight, gate, ...)
 
-`roundings: model` rounds the convolution's and the recurrence's results as the model does; `fewest` keeps them in the
-dtype of the state.
+What else each part may look like is in `kda_patterns.py`. States of keys by values and lines of channels by columns are
+given to the op as transposed views: the kernel writes the cache where it is.
+
+`roundings: model` rounds the convolution's and the recurrence's results as the model does, and refuses a model that
+rounds at other places; `fewest` keeps everything in between in the dtype of the state.
 """
 
 from __future__ import annotations
@@ -22,60 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-import k3rewrite.kernels  # noqa: F401  registers the ops that the pattern names
 from k3rewrite.graph.shapes import same_size, same_sizes
+from k3rewrite.passes.kda_patterns import KDA_TOKEN, NORM_DTYPES, aten, k3
+from k3rewrite.passes.lift_kda_step import as_rows
 from k3rewrite.passes.lift_state_slots import drawn_slots
-from k3rewrite.patterns import (
-    Anything,
-    Builder,
-    Cast,
-    CounterExample,
-    Example,
-    Item,
-    Match,
-    Number,
-    Policy,
-    Refusal,
-    Rule,
-    Var,
-    Views,
-    call,
-)
+from k3rewrite.patterns import Builder, CounterExample, Example, Match, Policy, Refusal, Rule
 from k3rewrite.pipeline.pass_base import RulePass
 
-aten, k3 = torch.ops.aten, torch.ops.k3
 Roundings = Literal["fewest", "model"]
-_CONV_DTYPES, _NORM_DTYPES = ("conv_compute", "conv_sum"), tuple(f"norm{i}" for i in range(5))
-
-_CONV = call(
-    k3.short_conv.default, Var("qkv"), Var("conv_weight"), Var("conv_state"), Anything("slots"), Anything("null_slot"),
-    Number("columns"), Anything("channels_last"), Anything("silu"), Anything("conv_compute"), Anything("conv_sum"),
-    Anything("conv_out"), name="conv",
+_WIDE = (
+    "conv_compute", "q_compute", "q_out", "k_compute", "k_out", "v_dtype", "f_dtype", "dt_bias_dtype", "a_log_dtype",
+    "beta_dtype", "norm0",
 )  # fmt: skip
-_PARTS = call(aten.unbind.int, Views(Item(_CONV, 0), "parts"), Anything("dim"))
-
-
-def _unit(index: int, name: str) -> Any:
-    return call(
-        k3.l2_norm.default, Item(_PARTS, index), Number(f"{name}_eps"), Anything(f"{name}_inside"),
-        Anything(f"{name}_compute"), Anything(f"{name}_out"),
-    )  # fmt: skip
-
-
-_RATE = call(aten.exp.default, call("slice", Var("a_log"), 0, 0, Anything("heads")) | Var("a_log"))
-_DECAY = call(
-    "mul",
-    call(
-        "sigmoid",
-        call("mul", Views(_RATE, "rate"), Views(call("add", Cast(Var("f"), "f_dtype"), Var("dt_bias")), "decay")),
-    ),
-    Number("bound"),
-)
-_STEP = call(
-    k3.kda_step.default, call("mul", _unit(0, "q"), Number("q_scale")), _unit(1, "k"), Cast(Item(_PARTS, 2), "v_dtype"),
-    _DECAY, call("sigmoid", Cast(Var("b"), "b_dtype")), Var("state"), Anything("slots"), Anything("null_slot"),
-    Anything("keys_last"), name="anchor",
-)  # fmt: skip
+"""computed in the dtype of the state"""
+_ROUNDED = ("conv_sum", "b_dtype", "norm_weight_dtype", *NORM_DTYPES[1:])
+"""may be narrower in the model, and is not in the op"""
 
 
 class FuseKdaDecode(Rule):
@@ -84,12 +48,8 @@ class FuseKdaDecode(Rule):
     name = "kda_decode"
     policy = Policy.CHANGES_ROUNDING
     anchors = frozenset({k3.kda_step.default})
-    pattern = call(
-        k3.gated_rms_norm.default, Cast(Item(_STEP, 0), "step_out"), Var("norm_weight"), Var("gate"),
-        Number("norm_eps"), Anything("activation"), *map(Anything, _NORM_DTYPES), Anything("out_dtype"),
-        name="normed",
-    )  # fmt: skip
-    reach = 4
+    pattern = KDA_TOKEN
+    reach = 5
     exposable = frozenset({"conv[1]", "anchor[1]"})
 
     def __init__(self, roundings: Roundings = "fewest") -> None:
@@ -97,7 +57,11 @@ class FuseKdaDecode(Rule):
         super().__init__()
 
     def policy_of(self, match: Match) -> Policy:
-        return self.policy if self._inner(match) != match["conv_out"] else Policy.EXACT
+        wide = match.value("state").dtype
+        if self._inner(match) != match["conv_out"] or any(match[name] != wide for name in _ROUNDED):
+            return self.policy
+        same_order = match["keys_last"] and "log" not in match.bindings
+        return Policy.EXACT if same_order else Policy.REASSOCIATES
 
     def _inner(self, match: Match) -> torch.dtype:
         dtype: torch.dtype = match["conv_out"] if self.roundings == "model" else match.value("state").dtype
@@ -105,27 +69,32 @@ class FuseKdaDecode(Rule):
 
     def check(self, match: Match) -> Refusal | None:
         state, wide = match.value("state"), match.value("state").dtype
-        rows, heads, size = match.value("gate").shape[0], state.shape[1], state.shape[3]
-        names = (*_CONV_DTYPES, "q_compute", "q_out", "k_compute", "k_out", "v_dtype", "f_dtype", "b_dtype")
-        for name in (*names, *_NORM_DTYPES):
+        heads, size = state.shape[1], state.shape[3]
+        for name in _WIDE:
             if match[name] != wide:
                 return Refusal(f"{name} is {match[name]}, and the state {wide}", match["anchor"])
-        if match["step_out"] != match["conv_out"]:
-            return Refusal(f"roundings {match['conv_out']} and {match['step_out']}: not the same in both places")
-        if not (match["keys_last"] and match["channels_last"] and match["silu"] and match["q_inside"]):
-            return Refusal("states of keys by values, lines of channels, no SiLU, or an epsilon outside of the sum")
+        if not (match["silu"] and match["q_inside"]):
+            return Refusal("no SiLU behind the convolution, or an epsilon outside of the sum", match["anchor"])
         if match["q_eps"] != match["k_eps"] or match["q_inside"] is not match["k_inside"]:
             return Refusal("q and k are normalised differently", match["anchor"])
-        if not same_sizes(match.value("parts").shape[1:], (3, heads, size)) or match["dim"] % 4 != 1:
-            return Refusal("what is convolved is not q, k and v of each head, one after the other", match["parts"])
-        if not same_size(state.shape[2], size) or not same_sizes(match.value("gate").shape, (rows, heads, size)):
-            return Refusal("values and gates are not as wide as keys", match["gate"])
-        if not same_sizes(match.value("rate").shape, (heads, 1)):
-            return Refusal("the rates of the decay are not one for each head", match["rate"])
-        if not same_sizes(match.value("decay").shape, (rows, heads, size)) or match.value("f").dim() != 2:
-            return Refusal("the decay is not one for each channel of each head", match["decay"])
-        if match.value("dt_bias").dim() != 1 or not same_size(match.value("dt_bias").shape[0], heads * size):
-            return Refusal("the bias of the decay is not one for each channel", match["dt_bias"])
+        if not same_size(state.shape[2], size):
+            return Refusal(f"states of {state.shape[2]} by {size}: as many values as keys are taken", match["state"])
+        if not same_sizes(match.value("norm_weight").shape, (size,)):
+            return Refusal("the weight of the norm is not one for each value", match["norm_weight"])
+        return (
+            self._roundings_objection(match)
+            or _parts_objection(match, heads, size)
+            or _decay_objection(match, heads, size)
+            or _gate_objection(match, heads, size)
+        )
+
+    def _roundings_objection(self, match: Match) -> Refusal | None:
+        if match["step_out"] != match["conv_out"]:
+            return Refusal(f"roundings {match['conv_out']} and {match['step_out']}: not the same in both places")
+        if self.roundings == "model":
+            for name in _ROUNDED:
+                if match[name] != (wide := match.value("state").dtype):
+                    return Refusal(f"{name} is {match[name]}, which the op computes in {wide}", match["anchor"])
         return None
 
     def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
@@ -134,36 +103,107 @@ class FuseKdaDecode(Rule):
         return {match["slots"]: drawn_slots(match.value("slots"), match.value("state"), match["null_slot"], seed)}
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
-        heads = match.value("state").shape[1]
-        a_log = match["a_log"]
+        heads, size = match.value("state").shape[1], match.value("state").shape[3]
+        channels = heads * match.value("g").shape[2]
+        a_log, lines, states = _flat(match["a_log"], builder), match["conv_state"], match["state"]
         if not same_sizes(a_log.meta["val"].shape, (heads,)):
             a_log = builder.call(aten.slice.Tensor, a_log, 0, 0, heads)
+        if not match["channels_last"]:
+            lines = builder.call(aten.transpose.int, lines, 1, 2)
+        if not match["keys_last"]:
+            states = builder.call(aten.transpose.int, states, 2, 3)
+        bound = match.get("bound")
         node = builder.call(
-            k3.kda_decode.default, match["qkv"], match["f"], match["b"], match["gate"], match["conv_weight"], a_log,
-            match["dt_bias"], match["norm_weight"], match["conv_state"], match["state"], match["slots"],
-            match["null_slot"], match["columns"], float(match["bound"]), float(match["q_scale"]), match["q_eps"],
-            match["norm_eps"], match["activation"], self._inner(match), match["out_dtype"],
+            k3.kda_decode.default, match["qkv"], as_rows(match["f"], (channels,), builder),
+            as_rows(match["b"], (heads,), builder), as_rows(match["gate"], (heads, size), builder),
+            match["conv_weight"], a_log, _flat(match["dt_bias"], builder), match["norm_weight"], lines, states,
+            match["slots"], match["null_slot"], match["columns"], None if bound is None else float(bound),
+            float(match["q_scale"]), match["q_eps"], match["norm_eps"], match["activation"], self._inner(match),
+            match["out_dtype"],
         )  # fmt: skip
-        results = {"root": 0, "conv[1]": 1, "anchor[1]": 2}
-        return {name: builder.item(node, results[name]) for name in ("root", *sorted(exposed))}
+        y, shape = builder.item(node, 0), match.root.meta["val"].shape
+        new = {
+            "root": y
+            if same_sizes(shape, y.meta["val"].shape)
+            else builder.call(aten.view.default, y, [-1, *shape[1:]])
+        }
+        if "conv[1]" in exposed:
+            moved = builder.item(node, 1)
+            new["conv[1]"] = moved if match["channels_last"] else builder.call(aten.transpose.int, moved, 1, 2)
+        if "anchor[1]" in exposed:
+            moved = builder.item(node, 2)
+            new["anchor[1]"] = moved if match["keys_last"] else builder.call(aten.transpose.int, moved, 2, 3)
+        return new
 
     def examples(self) -> Sequence[Example]:
-        return (Example("Kimi K3", _layer, _inputs),)
-
-    def counterexamples(self) -> Sequence[CounterExample]:
-        def softplus(rate: Tensor, moved: Tensor) -> Tensor:
-            return -rate * F.softplus(moved)
-
         def per_head(qkv: Tensor, f: Tensor, *rest: Any) -> tuple[Tensor, ...]:
             changed = (qkv, f[:, :2].contiguous(), *rest[:4], rest[4][:2].contiguous(), *rest[5:])
-            return partial(_layer, channels=1)(*changed)
+            return _layer(*changed, decay=lambda rate, moved: -rate * F.softplus(moved), channels=1)
 
         return (
-            CounterExample("a decay of each head", per_head, _inputs, "not one for each channel of each head"),
-            CounterExample("a decay without bound", partial(_layer, decay=softplus), _inputs, "expected"),
+            Example("Kimi K3", _layer, _inputs),
+            Example("a decay without bound", partial(_layer, decay=_unbounded), _inputs),
+            Example("a decay without bound, by torch", partial(_layer, decay=_softplus), _inputs),
+            Example("a decay of each head", per_head, _inputs),
+        )
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        def reverted(rate: Tensor, moved: Tensor) -> Tensor:
+            return -rate * torch.where(moved > 10.0, moved, torch.log(1.0 + torch.exp(moved)))
+
+        def per_channel(rate: Tensor, moved: Tensor) -> Tensor:
+            return torch.sigmoid(rate * moved.exp2()) * -5.0
+
+        return (
+            CounterExample("another function of the gate", partial(_layer, decay=per_channel), _inputs, "expected"),
+            CounterExample("another threshold", partial(_layer, decay=reverted), _inputs, "expected"),
             CounterExample("v before k before q", partial(_layer, order=(2, 1, 0)), _inputs, "expected"),
             CounterExample("another epsilon for q", partial(_layer, q_eps=1e-5), _inputs, "normalised differently"),
         )
+
+
+def _flat(node: Node, builder: Builder) -> Node:
+    """A weight as one row."""
+    return node if node.meta["val"].dim() == 1 else builder.call(aten.view.default, node, [-1])
+
+
+def _parts_objection(match: Match, heads: Any, size: Any) -> Refusal | None:
+    """q, k and v of each head follow each other in what is convolved."""
+    shape, along = match.value("parts").shape, match["dim"] % len(match.value("parts").shape)
+    if (sizes := match.get("sizes")) is None:
+        fits = len(shape) >= 3 and same_sizes(shape[-3:], (3, heads, size)) and along == len(shape) - 3
+    else:
+        fits = along == len(shape) - 1 and same_sizes(sizes, [heads * size] * 3)
+        fits = fits and all(same_size(match.value(f"part{i}").shape[-1], size) for i in (0, 1))
+    return (
+        None
+        if fits
+        else Refusal("what is convolved is not q, k and v of each head, one after the other", match["parts"])
+    )
+
+
+def _decay_objection(match: Match, heads: Any, size: Any) -> Refusal | None:
+    decays, rate, moved = match.value("g").shape[2], match.value("rate").shape, match.value("decay").shape
+    each = (heads,) if len(moved) < 3 or not same_sizes(moved[-2:], (heads, decays)) else (heads, decays)
+    rates = each if len(each) == 1 else (heads, 1)
+    if not same_sizes(rate[-len(rates) :], rates) or any(not same_size(n, 1) for n in rate[: -len(rates)]):
+        return Refusal("the rates of the decay are not one for each head", match["rate"])
+    rows = match.value("qkv").shape[0]
+    if not same_sizes(moved[-len(each) :], each) or not same_size(match.value("f").numel(), rows * heads * decays):
+        return Refusal("the decay is not one for each channel of each head, or one for each head", match["decay"])
+    if not same_size(match.value("dt_bias").numel(), heads * decays):
+        return Refusal("the bias of the decay is not one for each decay", match["dt_bias"])
+    if not same_size(decays, size) and not same_size(decays, 1):
+        return Refusal("the decay is neither of each channel nor of each head", match["decay"])
+    return None
+
+
+def _gate_objection(match: Match, heads: Any, size: Any) -> Refusal | None:
+    gate = match.value("gate")
+    rows = match.value("qkv").shape[0]
+    if not same_size(gate.shape[-1], size) or not same_size(gate.numel(), rows * heads * size):
+        return Refusal("the gate is not one for each value of each head", match["gate"])
+    return None
 
 
 def _layer(
@@ -182,6 +222,14 @@ def _layer(
     o, state = k3.kda_step(unit_q, unit_k, v.to(wide), g, torch.sigmoid(b.to(wide)), state, slots, True, True)
     y = k3.gated_rms_norm(o.to(narrow), norm, gate, 1e-5, "sigmoid", wide, wide, wide, wide, wide, narrow)
     return y, line, state
+
+
+def _softplus(rate: Tensor, moved: Tensor) -> Tensor:
+    return -rate * F.softplus(moved)
+
+
+def _unbounded(rate: Tensor, moved: Tensor) -> Tensor:
+    return -(rate * torch.where(moved > 20.0, moved, torch.log1p(torch.exp(moved))))
 
 
 def _inputs() -> tuple[Tensor, ...]:

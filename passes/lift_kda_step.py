@@ -95,11 +95,11 @@ class LiftKdaStep(Rule):
         decays = keys if not same_size(match.value("decay").numel(), match.value("rate").numel()) else 1
         step = builder.call(
             _STEP,
-            _rows(match["q"], (heads, keys), builder),
-            _rows(match["k"], (heads, keys), builder),
+            as_rows(match["q"], (heads, keys), builder),
+            as_rows(match["k"], (heads, keys), builder),
             match["v"],
-            _rows(match["g"], (heads, decays), builder),
-            _rows(match["beta"], (heads,), builder),
+            as_rows(match["g"], (heads, decays), builder),
+            as_rows(match["beta"], (heads,), builder),
             match["state"],
             None,
             False,
@@ -165,7 +165,7 @@ def _sizes(match: Match) -> tuple[Any, Any, Any, Any]:
     return (rows, heads, last, third) if _keys_last(match) else (rows, heads, third, last)
 
 
-def _rows(node: Node, sizes: tuple[Any, ...], builder: Builder) -> Node:
+def as_rows(node: Node, sizes: tuple[Any, ...], builder: Builder) -> Node:
     """The value as rows of these sizes: what it is a view of, or a view of it."""
     seen = node
     while True:

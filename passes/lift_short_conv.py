@@ -172,13 +172,13 @@ class LiftShortConv1d(_ShortConv):
     anchors = frozenset({aten.convolution.default})
     channels_last = False
     _convolved = call(
-        aten.convolution.default, _WINDOW, Views(Var("weight"), "taps"), Anything("bias"), Anything("stride"),
-        Anything("padding"), Anything("dilation"), Anything("transposed"), Anything("output_padding"),
-        Anything("groups"), name="anchor",
+        aten.convolution.default, Named(Cast(_WINDOW, "compute"), "read"), Views(Var("weight"), "taps"),
+        Anything("bias"), Anything("stride"), Anything("padding"), Anything("dilation"), Anything("transposed"),
+        Anything("output_padding"), Anything("groups"), name="anchor",
     )  # fmt: skip
     _last = call("slice", _convolved, 2, Number("first"), Anything(), name="last") | Named(_convolved, "last")
-    pattern = call("silu", _last, name="activated") | Named(_last, "plain")
-    reach = 4
+    pattern = Cast(call("silu", _last, name="activated") | Named(_last, "plain"), "out")
+    reach = 5
 
     def is_site(self, node: Node) -> bool:
         return node.args[0].meta["val"].dim() == 3  # type: ignore[union-attr]
@@ -187,6 +187,8 @@ class LiftShortConv1d(_ShortConv):
         taps, line, convolved = match.value("taps"), match.value("line"), match.value("anchor")
         if match["bias"] is not None:
             return Refusal("the convolution has a bias", match["anchor"])
+        if not widens(line.dtype, match["compute"]):
+            return Refusal(f"a line of {line.dtype} is read as {match['compute']}", match["read"])
         plain = (match["stride"], match["padding"], match["dilation"]) == ([1], [0], [1]) and not match["transposed"]
         if not plain or not same_size(match["groups"], line.shape[1]):
             return Refusal("the convolution is strided, padded, dilated, transposed or mixes channels", match["anchor"])
@@ -202,7 +204,7 @@ class LiftShortConv1d(_ShortConv):
 
     def rounding(self, match: Match) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         dtype = match.value("anchor").dtype
-        return (torch.float32 if dtype.itemsize < 4 else dtype), dtype, dtype
+        return (torch.float32 if dtype.itemsize < 4 else dtype), dtype, match["out"]
 
     def examples(self) -> Sequence[Example]:
         return (
@@ -228,9 +230,10 @@ class LiftShortConv1d(_ShortConv):
 
 
 def _with_moved(match: Match) -> Match:
-    """With the line that the next token gets, if the model keeps it: the window without its oldest column."""
+    """With the line that the next token gets, if the model keeps it: the window without its oldest column, or what is
+    copied from there into the line."""
     window, dim = match["window"], match["dim"]
-    for user in window.users:
+    for user in dict.fromkeys((*window.users, *match.get("read", window).users)):
         if user.target is not aten.slice.Tensor or not isinstance(dim, int):
             continue
         arguments, value = bound_arguments(user), user.meta["val"]
@@ -240,7 +243,11 @@ def _with_moved(match: Match) -> Match:
         at = start if start >= 0 else length + start
         along = arguments["dim"] % value.dim() == dim % value.dim()
         if along and arguments["step"] == 1 and at == 1 and same_size(value.shape[dim], length - 1):
-            return Match(match.root, {**match.bindings, "moved": user}, match.nodes | {user})
+            reading = list(user.users)
+            copied = [u for u in reading if u.target is aten.copy.default and u.args[0] is match["line"]]
+            moved = reading[0] if len(reading) == 1 and copied else user
+            if moved.meta["val"].dtype == window.meta["val"].dtype:
+                return Match(match.root, {**match.bindings, "moved": moved}, match.nodes | {user, moved})
     return match
 
 

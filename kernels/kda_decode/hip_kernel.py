@@ -30,6 +30,7 @@ CLUSTER_ARCHS = ("sm_90", "sm_100")
 ONCE_BYTES = 100 * 2**20
 """of all states of a call"""
 _NARROW = ("qkv", "f", "b", "gate", "conv_state")
+_WIDE = ("conv_weight", "a_log", "dt_bias", "norm_weight")
 _SLOTS = {torch.int32: 32, torch.int64: 64}
 _ROWS_WITHOUT_A_NUMBER = 64
 """rows of a symbolic batch for which the layout to compile is chosen"""
@@ -73,6 +74,9 @@ def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
     for name in _NARROW:
         if (dtype := arguments[name].dtype) != torch.bfloat16:
             return f"{name} is {str(dtype).removeprefix('torch.')}; bfloat16 is read"
+    for name in _WIDE:
+        if (dtype := arguments[name].dtype) != torch.float32:
+            return f"{name} is {str(dtype).removeprefix('torch.')}; float32 is read"
     if arguments["out_dtype"] != torch.bfloat16 or arguments["inner_dtype"] not in (torch.float32, torch.bfloat16):
         return "writes bfloat16, and rounds on the way to bfloat16 or not at all"
     state, weight = arguments["state"], arguments["conv_weight"]
@@ -80,6 +84,10 @@ def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
         return (
             f"heads of {state.shape[3]} and {weight.shape[1]} taps; {' or '.join(map(str, SIZES))} and {TAPS} are taken"
         )
+    if not same_size(state.stride(3), 1) or not same_size(arguments["conv_state"].stride(2), 1):
+        return "a state of keys by values, or a line of channels by columns"
+    if same_size(arguments["f"].shape[1], state.shape[1]):
+        return "a decay of each head, not of each channel"
     for tensor, name in ((state, "the state"), (weight, "the taps")):
         steps = (*tensor.stride()[:-1], tensor.storage_offset())
         if any(not isinstance(step, int) or step % 4 for step in steps):
@@ -109,6 +117,7 @@ def unit(arguments: Mapping[str, Any], layout: Layout) -> HipUnit:
         "NULL": int(arguments["null_slot"] and slots is not None),
         "SILU": int(arguments["activation"] == "silu"),
         "INNER_BF16": int(arguments["inner_dtype"] == torch.bfloat16),
+        "BOUNDED": int(arguments["bound"] is not None),
         "DEPENDENT": int(layout.dependent),
         "KEYS": layout.keys,
         "BULK": int(layout.bulk),
@@ -126,7 +135,7 @@ def _state_bytes(size: int, layout: Layout) -> int:
 def kda_decode(
     qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor,
     norm_weight: Tensor, conv_state: Tensor, state: Tensor, slots: Tensor | None, null_slot: bool, columns: int,
-    bound: float, q_scale: float, l2_eps: float, norm_eps: float, activation: str, inner_dtype: torch.dtype,
+    bound: float | None, q_scale: float, l2_eps: float, norm_eps: float, activation: str, inner_dtype: torch.dtype,
     out_dtype: torch.dtype, *, in_place: bool = False, layout: Layout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:  # fmt: skip
     """As `launch.kda_decode`, by the HIP kernel; by that one where states or taps do not begin at 16 bytes, which is
@@ -146,7 +155,7 @@ def kda_decode(
         chosen = layout or layout_for(size, rows * heads, arch, compute_units)
         wanted = unit(
             {"state": state, "slots": slots, "conv_weight": conv_weight, "columns": columns, "null_slot": null_slot,
-             "activation": activation, "inner_dtype": inner_dtype},
+             "activation": activation, "inner_dtype": inner_dtype, "bound": bound},
             chosen,
         )  # fmt: skip
         with torch.cuda.device(qkv.device):
@@ -159,7 +168,7 @@ def kda_decode(
                 arguments=[
                     qkv, qkv.stride(0), f, f.stride(0), b, b.stride(0), gate, gate.stride(0), gate.stride(1),
                     conv_weight, a_log, dt_bias, norm_weight, conv_state, conv_state.stride(0), conv_state.stride(1),
-                    state, state.stride(0), state.stride(1), qkv if slots is None else slots, out, float(bound),
+                    state, state.stride(0), state.stride(1), qkv if slots is None else slots, out, float(bound or 0.0),
                     float(q_scale), float(l2_eps), float(norm_eps),
                 ],
             )  # fmt: skip

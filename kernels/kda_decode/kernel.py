@@ -23,7 +23,8 @@ SIZES = (16, 32, 64, 128)
 FLOOR_US, HIP_FLOOR_US = 5.0, 2.3
 """what a launch costs however little it moves; on an H200 12 heads of 128 take 5.3 us by Triton, 2.7 by HIP, which is
 faster with more heads as well"""
-_WIDE = ("conv_weight", "a_log", "dt_bias", "norm_weight", "state")
+_VIEWED = ("conv_state", "state")
+"""may lie as a transposed view"""
 _FOLDER = Path(__file__).parent
 
 
@@ -45,9 +46,9 @@ def _objection(arguments: Mapping[str, Any], target: Target) -> str | None:
         tensor = arguments[name]
         if tensor is None or name == "slots":
             continue
-        if tensor.dtype not in ((torch.float32,) if name in _WIDE else (torch.float32, torch.bfloat16, torch.float16)):
+        if tensor.dtype not in ((torch.float32,) if name == "state" else NAMES):
             return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
-        if not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
+        if name not in _VIEWED and not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
             return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
     for name in ("inner_dtype", "out_dtype"):
         if arguments[name] not in NAMES:
@@ -62,8 +63,11 @@ def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
         return "heads or their sizes are symbolic"
     if size not in SIZES or values != size:
         return f"heads of {values} values and {size} keys; as many of both are taken, of {', '.join(map(str, SIZES))}"
-    if not same_size(state.stride(2), size) or not same_sizes(weight.stride(), (weight.shape[1], 1)):
-        return "the state of a head, or the taps, do not lie in one piece"
+    within = [state.stride(2), state.stride(3)]
+    if not (same_sizes(within, (size, 1)) or same_sizes(within, (1, size))):
+        return "the state of a head does not lie in one piece"
+    if not same_sizes(weight.stride(), (weight.shape[1], 1)):
+        return "the taps do not lie in one piece"
     if slots is not None and (slots.dtype not in (torch.int32, torch.int64) or not same_size(slots.stride(0), 1)):
         return "slots are not contiguous int32 or int64"
     return None
@@ -84,8 +88,15 @@ def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]
             signature[name] = pointer(arguments[name])
     signature["out"] = "*" + NAMES[arguments["out_dtype"]]
     views = {"qkv", "f", "b", "gate"}  # of one projection, at any offset
-    aligned = (frozenset(signature) - views) | {"conv_slot", "conv_column", "state_slot", "state_head"}
-    signature |= dict.fromkeys(STRIDES, "i32") | dict.fromkeys(("bound", "q_scale", "l2_eps", "norm_eps"), "fp32")
+    steps = {"conv_slot", "conv_column", "state_slot", "state_head"}
+    if same_size(arguments["conv_state"].stride(2), 1):
+        fixed["conv_channel"] = 1  # as Triton takes a stride of one
+    else:
+        steps -= {"conv_column"}
+    aligned = (frozenset(signature) - views) | steps
+    signature |= dict.fromkeys((name for name in STRIDES if name not in fixed), "i32") | dict.fromkeys(
+        ("bound", "q_scale", "l2_eps", "norm_eps"), "fp32"
+    )
     signature |= dict.fromkeys(fixed, "constexpr")
     return [TritonUnit(kernels.kda_decode_head, signature, fixed, aligned=aligned, num_warps=NUM_WARPS, num_stages=1)]
 

@@ -16,8 +16,10 @@ POOLS = ("conv_state", "state")
 def make_call(
     slots: list[int] | None, heads: int, size: int, *, rows: int = 0, spare: int = 0, null_slot: bool = True,
     inner: torch.dtype = torch.float32, dtype: torch.dtype = torch.bfloat16, ids: torch.dtype = torch.int64,
-    activation: str = "sigmoid", seed: int = 0, device: str = "cpu",
+    activation: str = "sigmoid", bound: float | None = -5.0, per_head: bool = False, foreign: bool = False,
+    seed: int = 0, device: str = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
+    """`foreign`: weights in `dtype`, states of keys by values and lines of channels by columns, as transformers has."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
@@ -27,14 +29,19 @@ def make_call(
     width, pool = heads * size, (max(slots, default=0) + 3 if slots is not None else rows)
     merged = normal(rows, 5 * width + heads + 12, of=dtype)  # q | k | v | gate | f | b | padding
     parts = merged.split([3 * width, width, width, heads, 12], 1)
+    decays = heads if per_head else width
     call: dict[str, Any] = {
-        "qkv": parts[0], "f": parts[2], "b": parts[3], "gate": parts[1].unflatten(1, (heads, size)),
-        "conv_weight": normal(3 * width, 4) * 0.5, "a_log": normal(heads) * 0.5, "dt_bias": normal(width),
+        "qkv": parts[0], "f": parts[2][:, :decays], "b": parts[3], "gate": parts[1].unflatten(1, (heads, size)),
+        "conv_weight": normal(3 * width, 4) * 0.5, "a_log": normal(heads) * 0.5,
+        "dt_bias": normal(decays) * (4 if bound is None else 1),
         "norm_weight": normal(size), "conv_state": normal(pool, 3 + spare, 3 * width, of=dtype),
         "state": normal(pool, heads, size, size) * 0.3, "slots": None, "null_slot": null_slot, "columns": 3,
-        "bound": -5.0, "q_scale": size**-0.5, "l2_eps": 1e-6, "norm_eps": 1e-5, "activation": activation,
+        "bound": bound, "q_scale": size**-0.5, "l2_eps": 1e-6, "norm_eps": 1e-5, "activation": activation,
         "inner_dtype": inner, "out_dtype": dtype,
     }  # fmt: skip
+    if foreign:
+        call |= {name: call[name].to(dtype) for name in ("conv_weight", "a_log", "dt_bias", "norm_weight")}
+        call |= {name: call[name].mT.contiguous().mT for name in POOLS}
     if slots is not None:
         call["slots"] = torch.tensor(slots, dtype=ids, device=device)
         if null_slot:  # what a null row and slot 0 hold goes nowhere

@@ -17,6 +17,11 @@ CASES = {
     "no slots": make_call(None, 2, 16, rows=3, null_slot=False),
     "slot 0 is a slot": make_call([0, 2], 2, 16, null_slot=False, activation="silu"),
     "fp32": make_call([1, 0, 3], 2, 16, dtype=torch.float32),
+    "no bound": make_call([2, 0, 1], 2, 16, bound=None),
+    "a decay of each head, no bound": make_call([2, 0, 1], 2, 16, bound=None, per_head=True, activation="silu"),
+    "a bounded decay of each head": make_call([2, 1], 2, 16, per_head=True, dtype=torch.float32),
+    "as transformers lays it out": make_call(None, 2, 16, rows=3, null_slot=False, bound=None, foreign=True, spare=1),
+    "by slot, keys by values": make_call([3, 0, 1], 2, 16, foreign=True),
     "nobody": make_call([0, 0], 1, 16),
     "no row": make_call([], 2, 16),
 }

@@ -45,6 +45,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"slots": None, "rows": 2, "heads": 2, "size": 128, "null_slot": False},
         {"slots": [3, 0, 5, -2], "heads": 2, "size": 128, "spare": 3, "inner": torch.bfloat16, "ids": torch.int32,
          "activation": "silu"},
+        {"slots": [2, 0, 1], "heads": 2, "size": 64, "bound": None},
     ],
 )  # fmt: skip
 def test_near_fp64(
@@ -112,7 +113,10 @@ def test_what_it_does_not_take() -> None:
     for change, reason in (
         ({"qkv": call["qkv"].float()}, "qkv is float32; bfloat16 is read"),
         ({"out_dtype": torch.float32}, "writes bfloat16"),
-        ({"state": torch.randn(8, 2, 64, 65)[..., 1:]}, "do not lie in one piece"),
+        ({"a_log": call["a_log"].bfloat16()}, "a_log is bfloat16; float32 is read"),
+        ({"state": call["state"].mT.contiguous().mT}, "a state of keys by values"),
+        ({"f": call["f"][:, :2]}, "a decay of each head"),
+        ({"state": torch.randn(8, 2, 64, 65)[..., 1:]}, "does not lie in one piece"),
     ):
         assert reason in str(KERNEL.accepts(call | change, h200))
     small = make_call([1, 2], 2, 16)

@@ -20,7 +20,7 @@ from k3rewrite.targets import load_target
 
 pytest.importorskip("triton")
 KERNEL = KERNELS[0]
-BOUNDS = {"fp32": (1e-5, 1e-6)}
+BOUNDS = dict.fromkeys(("fp32", "a bounded decay of each head"), (1e-5, 1e-6))
 NARROW = (1.2e-2, 1e-6)
 """of the output, which the interpreter cuts off in bf16, and of the state"""
 
@@ -34,7 +34,7 @@ def interpreted() -> dict[str, dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 8
+    assert len(results) == 13
     return results
 
 
@@ -59,9 +59,15 @@ def test_the_meaning_itself(inner: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("target", ["mi355x", "mi325x", "h200", "b200"])
-@pytest.mark.parametrize("slots", [True, False])
-def test_compiled_for_every_target(target: str, slots: bool, tmp_path: Path) -> None:
-    call = make_call([1, 2] if slots else None, 12, 128, rows=2, null_slot=slots)
+@pytest.mark.parametrize("form", ["K3", "no slots", "Kimi-Linear", "a decay of each head"])
+def test_compiled_for_every_target(target: str, form: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "K3": {"slots": [1, 2]},
+        "no slots": {"slots": None, "rows": 2, "null_slot": False},
+        "Kimi-Linear": {"slots": None, "rows": 2, "null_slot": False, "bound": None, "foreign": True},
+        "a decay of each head": {"slots": [1, 2], "bound": None, "per_head": True, "activation": "silu"},
+    }[form]
+    call = make_call(heads=12, size=128, **settings)
     goal = load_target(target)
     assert KERNEL.accepts(call, goal) is None
     (unit,) = KERNEL.units(call, goal)
@@ -79,7 +85,7 @@ def test_what_it_does_not_take() -> None:
         ({"state": call["state"].double()}, "state is float64"),
         ({"qkv": call["qkv"].t().contiguous().t()}, "qkv is not contiguous in its last dimension"),
         ({"state": torch.zeros(4, 2, 24, 24)}, "heads of 24 values and 24 keys"),
-        ({"state": call["state"].transpose(2, 3)}, "not contiguous"),
+        ({"state": call["state"].repeat(1, 1, 2, 1)[:, :, ::2]}, "does not lie in one piece"),
         ({"slots": call["slots"].to(torch.int16)}, "slots are not contiguous int32 or int64"),
         ({"out_dtype": torch.float64}, "out_dtype is float64"),
     ):

@@ -22,6 +22,7 @@
 //   KDA_NULL               1: slots at or below zero are nobody's
 //   KDA_SILU               1: the gate goes through SiLU; 0: through a sigmoid
 //   KDA_INNER_BF16         1: results of the convolution and of the recurrence are rounded to bf16
+//   KDA_BOUNDED            1: a decay with a bound; 0: softplus
 //   KDA_DEPENDENT          1: launched while the kernel before it may still run (sm_90 and later); 0 on AMD
 //   KDA_BULK               1: the state waits in shared memory, where bulk copies bring it and from where they take it
 //                          back, so that several workgroups' states are under way in a multiprocessor (sm_90 and later);
@@ -68,6 +69,14 @@ typedef i32 slot_type;
 #endif
 
 K3_DEVICE float when_inner(float value) { return KDA_INNER_BF16 ? round_to_bf16(value) : value; }
+
+// x above 20, as torch has it; a series where 1 + exp(x) would lose digits.
+K3_DEVICE float softplus(float x) {
+    if (x > 20.0f) return x;
+    const float e = fast_exp(x);
+    if (e < 1.0f / 64) return e * (1.0f - e * (0.5f - e * (1.0f / 3 - e * 0.25f)));
+    return fast_log2(1.0f + e) * 0.6931471805599453f;
+}
 
 struct four {
     float at[4];
@@ -179,7 +188,8 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
 #pragma unroll
         for (i32 j = 0; j < KDA_COLUMNS; ++j) past[r][j] = line[static_cast<i64>(j) * conv_column + channel_of(n)];
     }
-    if (me < size) decay_of[me] = fast_exp(fast_sigmoid(fast_exp(rate) * moved) * bound);
+    const float speed = fast_exp(rate);
+    if (me < size) decay_of[me] = fast_exp(KDA_BOUNDED ? fast_sigmoid(speed * moved) * bound : -speed * softplus(moved));
     const float beta = fast_sigmoid(raw_beta);
 #pragma unroll
     for (i32 r = 0; r < rounds; ++r) {
