@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.kda_patterns import KDA_TOKEN, NORM_DTYPES, aten, k3
 from k3rewrite.passes.lift_kda_step import as_rows
@@ -34,8 +35,7 @@ from k3rewrite.pipeline.pass_base import RulePass
 
 Roundings = Literal["fewest", "model"]
 _WIDE = (
-    "conv_compute", "q_compute", "q_out", "k_compute", "k_out", "v_dtype", "f_dtype", "dt_bias_dtype", "a_log_dtype",
-    "beta_dtype", "norm0",
+    "conv_compute", "q_compute", "q_out", "k_compute", "k_out", "f_dtype", "dt_bias_dtype", "a_log_dtype", "norm0",
 )  # fmt: skip
 """computed in the dtype of the state"""
 _ROUNDED = ("conv_sum", "b_dtype", "norm_weight_dtype", *NORM_DTYPES[1:])
@@ -49,7 +49,7 @@ class FuseKdaDecode(Rule):
     policy = Policy.CHANGES_ROUNDING
     anchors = frozenset({k3.kda_step.default})
     pattern = KDA_TOKEN
-    reach = 5
+    reach = 8
     exposable = frozenset({"conv[1]", "anchor[1]"})
 
     def __init__(self, roundings: Roundings = "fewest") -> None:
@@ -60,7 +60,7 @@ class FuseKdaDecode(Rule):
         wide = match.value("state").dtype
         if self._inner(match) != match["conv_out"] or any(match[name] != wide for name in _ROUNDED):
             return self.policy
-        same_order = match["keys_last"] and "log" not in match.bindings
+        same_order = match["keys_last"] and not {"log", "q_divisor"} & match.bindings.keys()
         return Policy.EXACT if same_order else Policy.REASSOCIATES
 
     def _inner(self, match: Match) -> torch.dtype:
@@ -77,8 +77,14 @@ class FuseKdaDecode(Rule):
             return Refusal("no SiLU behind the convolution, or an epsilon outside of the sum", match["anchor"])
         if match["q_eps"] != match["k_eps"] or match["q_inside"] is not match["k_inside"]:
             return Refusal("q and k are normalised differently", match["anchor"])
+        for name in "qkv":
+            if not widens(match["conv_out"], read := _dtype(match, name)) or not widens(read, wide):
+                return Refusal(f"{name} is read as {read}", match["anchor"])
+        if match.value("qkv").device != state.device:
+            return Refusal("the state is on another device than what is convolved", match["state"])
         if not same_size(state.shape[2], size):
-            return Refusal(f"states of {state.shape[2]} by {size}: as many values as keys are taken", match["state"])
+            values, keys = state.shape[2:] if match["keys_last"] else reversed(state.shape[2:])
+            return Refusal(f"{values} values and {keys} keys a head, and as many of both are taken", match["state"])
         if not same_sizes(match.value("norm_weight").shape, (size,)):
             return Refusal("the weight of the norm is not one for each value", match["norm_weight"])
         return (
@@ -113,12 +119,13 @@ class FuseKdaDecode(Rule):
         if not match["keys_last"]:
             states = builder.call(aten.transpose.int, states, 2, 3)
         bound = match.get("bound")
+        q_scale = 1.0 / match["q_divisor"] if "q_divisor" in match.bindings else float(match["q_scale"])
         node = builder.call(
-            k3.kda_decode.default, match["qkv"], as_rows(match["f"], (channels,), builder),
-            as_rows(match["b"], (heads,), builder), as_rows(match["gate"], (heads, size), builder),
+            k3.kda_decode.default, match["qkv"], _close(as_rows(match["f"], (channels,), builder), builder),
+            _close(as_rows(match["b"], (heads,), builder), builder), as_rows(match["gate"], (heads, size), builder),
             match["conv_weight"], a_log, _flat(match["dt_bias"], builder), match["norm_weight"], lines, states,
             match["slots"], match["null_slot"], match["columns"], None if bound is None else float(bound),
-            float(match["q_scale"]), match["q_eps"], match["norm_eps"], match["activation"], self._inner(match),
+            q_scale, match["q_eps"], match["norm_eps"], match["activation"], self._inner(match),
             match["out_dtype"],
         )  # fmt: skip
         y, shape = builder.item(node, 0), match.root.meta["val"].shape
@@ -138,7 +145,7 @@ class FuseKdaDecode(Rule):
     def examples(self) -> Sequence[Example]:
         def per_head(qkv: Tensor, f: Tensor, *rest: Any) -> tuple[Tensor, ...]:
             changed = (qkv, f[:, :2].contiguous(), *rest[:4], rest[4][:2].contiguous(), *rest[5:])
-            return _layer(*changed, decay=lambda rate, moved: -rate * F.softplus(moved), channels=1)
+            return partial(_layer, decay=_softplus, channels=1)(*changed)
 
         return (
             Example("Kimi K3", _layer, _inputs),
@@ -160,6 +167,20 @@ class FuseKdaDecode(Rule):
             CounterExample("v before k before q", partial(_layer, order=(2, 1, 0)), _inputs, "expected"),
             CounterExample("another epsilon for q", partial(_layer, q_eps=1e-5), _inputs, "normalised differently"),
         )
+
+
+def _dtype(match: Match, name: str) -> torch.dtype:
+    """As what it is read, behind its cast."""
+    made = match.get(f"{name}_made")
+    dtype: torch.dtype = match[f"{name}_dtype"] if made is None else made.meta["val"].dtype
+    return dtype
+
+
+def _close(node: Node, builder: Builder) -> Node:
+    """A few numbers of each row, next to each other: kernels load them so."""
+    if same_size(node.meta["val"].stride(-1), 1):
+        return node
+    return builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _flat(node: Node, builder: Builder) -> Node:

@@ -35,9 +35,14 @@ def _part(index: int) -> Pattern:
     return Item(_UNBOUND, index) | Views(Item(_SPLIT, index), f"part{index}")
 
 
+def _widened(inner: Pattern, name: str) -> Pattern:
+    """Behind a cast, or one that makes contiguous, or none."""
+    return Views(Cast(inner, f"{name}_dtype") | call("cast", inner, open=True, name=f"{name}_made"))
+
+
 def _unit(index: int, name: str) -> Pattern:
     return call(
-        k3.l2_norm.default, _part(index), Number(f"{name}_eps"), Anything(f"{name}_inside"),
+        k3.l2_norm.default, _widened(_part(index), name), Number(f"{name}_eps"), Anything(f"{name}_inside"),
         Anything(f"{name}_compute"), Anything(f"{name}_out"),
     )  # fmt: skip
 
@@ -62,12 +67,14 @@ _DECAY = (
     | call("neg", call("mul", Views(_RATE, "rate"), _SOFTPLUS))
 )
 _STEP = call(
-    k3.kda_step.default, Views(call("mul", _unit(0, "q"), Number("q_scale"))), Views(_unit(1, "k")),
-    Views(Cast(_part(2), "v_dtype")), Views(_DECAY, "g"),
-    Views(Cast(call("sigmoid", Cast(Views(Var("b")), "b_dtype")), "beta_dtype")), Var("state"), Anything("slots"),
+    k3.kda_step.default,
+    Views(call("mul", _unit(0, "q"), Number("q_scale")) | call("div", _unit(0, "q"), Number("q_divisor"))),
+    Views(_unit(1, "k")),
+    _widened(_part(2), "v"), Views(_DECAY, "g"),
+    _widened(Views(call("sigmoid", Cast(Views(Var("b")), "b_dtype"))), "beta"), Var("state"), Anything("slots"),
     Anything("null_slot"), Anything("keys_last"), name="anchor",
 )  # fmt: skip
 KDA_TOKEN: Any = call(
-    k3.gated_rms_norm.default, Cast(Views(Item(_STEP, 0)), "step_out"), _weight("norm_weight"), Var("gate"),
+    k3.gated_rms_norm.default, Views(Cast(Views(Item(_STEP, 0)), "step_out")), _weight("norm_weight"), Var("gate"),
     Number("norm_eps"), Anything("activation"), *map(Anything, NORM_DTYPES), Anything("out_dtype"), name="normed",
 )  # fmt: skip
