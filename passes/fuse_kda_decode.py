@@ -35,7 +35,7 @@ from k3rewrite.pipeline.pass_base import RulePass
 
 Roundings = Literal["fewest", "model"]
 _WIDE = (
-    "conv_compute", "q_compute", "q_out", "k_compute", "k_out", "f_dtype", "dt_bias_dtype", "a_log_dtype", "norm0",
+    "conv_compute", "q_compute", "q_out", "k_compute", "k_out", "a_log_dtype", "norm0",
 )  # fmt: skip
 """computed in the dtype of the state"""
 _ROUNDED = ("conv_sum", "b_dtype", "norm_weight_dtype", *NORM_DTYPES[1:])
@@ -209,7 +209,9 @@ def _decay_objection(match: Match, heads: Any, size: Any) -> Refusal | None:
     rates = each if len(each) == 1 else (heads, 1)
     if not same_sizes(rate[-len(rates) :], rates) or any(not same_size(n, 1) for n in rate[: -len(rates)]):
         return Refusal("the rates of the decay are not one for each head", match["rate"])
-    rows = match.value("qkv").shape[0]
+    rows, wide = match.value("qkv").shape[0], match.value("decay").dtype
+    if wide != match.value("state").dtype or not all(widens(match[f"{name}_dtype"], wide) for name in ("f", "dt_bias")):
+        return Refusal(f"f and its bias are added up as {wide}", match["decay"])
     if not same_sizes(moved[-len(each) :], each) or not same_size(match.value("f").numel(), rows * heads * decays):
         return Refusal("the decay is not one for each channel of each head, or one for each head", match["decay"])
     if not same_size(match.value("dt_bias").numel(), heads * decays):
