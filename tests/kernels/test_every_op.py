@@ -61,6 +61,18 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
         *(torch.randn(*size) for size in ((72, 4), (3,), (24,), (WIDTH,))),
         torch.randn(count + 3, 3, 72).to(BF16), pools[1], slots - 1, True, 3, -5.0, 0.25, 1e-6, 1e-5, "sigmoid",
     )  # fmt: skip
+    wide, line = torch.randn(8 * count + 1, 3, WIDTH, WIDTH), torch.randn(8 * count + 1, 7, 72).to(BF16)
+    table = torch.randperm(8 * count)[: 4 * count].view(count, 4)
+    past, ends = torch.tensor([[1, 2, 3]]).expand(count, 3).contiguous(), torch.arange(count) % 5
+    window = (
+        *(make(count, 4, 3, WIDTH) for _ in range(3)),
+        -make(count, 4, 3, WIDTH).abs(),
+        make(count, 4, 3).sigmoid(),
+    )
+    verify = (
+        *(make(count, 4, *size).to(BF16) for size in ((72,), (24,), (3,), (3, WIDTH))), *decode[4:8], line, wide,
+        table[:, 1], table, past,
+    )  # fmt: skip
     normed = {"mix_dtype": BF16, "scale_dtype": FP32, **mixed}
     return {
         "rms_norm": [(x, w, EPS, *_norm()), (x.float(), None, EPS, FP32, FP32, FP32), (x, None, EPS, FP32, FP32, BF16)],
@@ -104,6 +116,30 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (*step, beta, pools[0].transpose(2, 3), None, False, False),
         ],
         "kda_decode": [(*decode, dtype, BF16) for dtype in (FP32, BF16)],
+        "conv_verify": [
+            (make(count, 4, 72).to(BF16), decode[4], line, table[:, 0], past, None, True, True, FP32, FP32, BF16),
+            (
+                make(count, 4, 72).to(BF16),
+                decode[4],
+                line[:, :6],
+                table[:, 0] + 1,
+                past,
+                ends,
+                False,
+                False,
+                FP32,
+                BF16,
+                FP32,
+            ),
+        ],
+        "kda_window": [
+            (*window, wide, table[:, 2], table, None, True),
+            (*window[:3], window[3][..., :1], window[4], wide, table[:, 2] + 1, table + 1, ends, False),
+        ],
+        "kda_verify": [
+            (*verify, None, True, -5.0, 0.25, 1e-6, 1e-5, "sigmoid", FP32, BF16),
+            (*verify, ends, False, -5.0, 0.25, 1e-6, 1e-5, "silu", BF16, FP32),
+        ],
         "pack_rows": [([square, square[:3], square[:, :WIDTH]], [0, 8, 16], 32), ([w, w[:3]], [0, 8], 16)],
         "attn_res": [(sources, w, square[:1], EPS, mixed)],
         "attn_res_norm": [(x, sources, w, square[:1], EPS, w, EPS, normed)],

@@ -1,0 +1,159 @@
+"""The Triton kernels of `k3::kda_verify` as `select` and the emitter see them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.kda_verify.launch import (
+    CLOSE_POINTERS,
+    CLOSE_STRIDES,
+    CLOSE_WARPS,
+    NAMES,
+    TILE_POINTERS,
+    TILE_STRIDES,
+    constants,
+    kda_verify,
+)
+from k3rewrite.kernels.kda_verify.op import OP
+from k3rewrite.kernels.kda_verify.tiles import Tile, tile_for, tiles_of
+from k3rewrite.ops.kernel import Kernel, TritonUnit
+from k3rewrite.targets import Target
+
+SIZES = (16, 32, 64, 128)
+"""channels of a head"""
+TAPS, MAX_TOKENS = 4, 8
+FLOOR_US = 6.0
+"""what two launches cost however little they move; not measured"""
+_WIDE = ("conv_weight", "a_log", "dt_bias", "norm_weight", "state")
+_INTEGERS = ("start", "table", "history", "lengths")
+_FOLDER = Path(__file__).parent
+
+
+def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
+    """None, or why the Triton kernels do not take the call."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not target.is_gpu:
+        return f"target {target.name} runs the reference"
+    for name in dict.fromkeys((*TILE_POINTERS, *CLOSE_POINTERS)):
+        tensor = arguments[name]
+        if tensor is None:
+            continue
+        if name in _INTEGERS:
+            fitting: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
+        else:
+            fitting = (torch.float32,) if name in _WIDE else (torch.float32, torch.bfloat16, torch.float16)
+        if tensor.dtype not in fitting:
+            return f"{name} is {_text(tensor.dtype)}"
+        if name == "conv_weight":  # a row for each channel, or for each tap
+            continue
+        if not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
+            return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
+    for name in ("inner_dtype", "out_dtype"):
+        if arguments[name] not in NAMES:
+            return f"{name} is {_text(arguments[name])}"
+    if (raw := arguments["qkv"].dtype) != (line := arguments["conv_state"].dtype):
+        return f"qkv is {_text(raw)}, and the line {_text(line)}"
+    return _shape_objection(arguments)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
+    state, weight, table = arguments["state"], arguments["conv_weight"], arguments["table"]
+    heads, values, size = state.shape[1:]
+    if not all(isinstance(n, int) for n in (heads, values, size, *weight.shape, table.shape[1])):
+        return "heads, their sizes or the window are symbolic"
+    if size not in SIZES or values != size:
+        return f"heads of {values} values and {size} keys; as many of both are taken, of {', '.join(map(str, SIZES))}"
+    if not 1 <= table.shape[1] <= MAX_TOKENS or weight.shape[1] != TAPS:
+        return f"windows of {table.shape[1]} tokens and {weight.shape[1]} taps; up to {MAX_TOKENS} and {TAPS} are taken"
+    if not same_size(state.stride(2), size):
+        return "the state of a head does not lie in one piece"
+    return None
+
+
+def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
+    """A tile for each number of sequences that is not known, and the closing kernel."""
+    from k3rewrite.kernels.kda_verify import triton as kernels
+
+    rows, size = arguments["table"].shape[0], arguments["state"].shape[3]
+    if isinstance(rows, int):
+        heads = rows * arguments["state"].shape[1]
+        tiles: tuple[Tile, ...] = (tile_for(heads, size, target.arch, target.compute_units, target.wave_size),)
+    else:
+        tiles = tiles_of(size, target.arch)
+    scalars = dict.fromkeys(("bound", "q_scale", "l2_eps"), "fp32")
+    made = [
+        _unit(kernels.kda_verify_tile, arguments, constants(arguments, tile), TILE_POINTERS, {"read": torch.float32},
+              TILE_STRIDES, scalars, tile.waves)
+        for tile in tiles
+    ]  # fmt: skip
+    written = {"read": torch.float32, "out": arguments["out_dtype"]}
+    return [
+        *made,
+        _unit(kernels.kda_verify_close, arguments, constants(arguments, None), CLOSE_POINTERS, written, CLOSE_STRIDES,
+              {"norm_eps": "fp32"}, CLOSE_WARPS),
+    ]  # fmt: skip
+
+
+def _unit(
+    function: Any, arguments: Mapping[str, Any], fixed: dict[str, Any], pointers: Sequence[str],
+    written: Mapping[str, torch.dtype], strides: Mapping[str, Any], scalars: Mapping[str, str], waves: int,
+) -> TritonUnit:  # fmt: skip
+    signature: dict[str, str] = {}
+    for name in pointers:
+        if arguments[name] is None:
+            fixed[name] = None
+        else:
+            signature[name] = _pointer(arguments[name])
+    signature |= {name: "*" + NAMES[dtype] for name, dtype in written.items()}
+    views = {"qkv", "f", "b", "gate", "start", "table", "history", "lengths"}  # at any offset of something else
+    aligned = (frozenset(signature) - views) | (
+        strides.keys() & {"conv_slot", "conv_column", "state_slot", "state_head", "weight_tap"}
+    )
+    ones = {name: 1 for name, (of, dim) in strides.items() if of == "conv_weight" and arguments[of].stride(dim) == 1}
+    fixed |= ones  # as a launch specialises them
+    signature |= dict.fromkeys(strides.keys() - ones.keys(), "i32") | dict(scalars) | dict.fromkeys(fixed, "constexpr")
+    return TritonUnit(function, signature, fixed, aligned=aligned, num_warps=waves, num_stages=1)
+
+
+def _pointer(value: Tensor) -> str:
+    return "*" + {torch.int32: "i32", torch.int64: "i64"}.get(value.dtype, NAMES.get(value.dtype, ""))
+
+
+def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
+    return FLOOR_US + OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+
+
+def _paths(arguments: Mapping[str, Any], target: Target) -> str:
+    tiles = tiles_of(arguments["state"].shape[3], target.arch)
+    widths = ", ".join(f"{tile.width} ({tile.waves} waves)" for tile in tiles)
+    return f"tiles of {widths} values by heads x sequences and compute units, then norm and line in a second launch"
+
+
+KERNELS = (
+    Kernel(
+        name="kda_verify.triton",
+        op="kda_verify",
+        language="triton",
+        accepts=accepts,
+        launch=kda_verify,
+        units=_units,
+        cost_us=_cost_us,
+        sources=(
+            *(_FOLDER / name for name in ("triton.py", "launch.py", "tiles.py")),
+            _FOLDER.parent / "triton_math.py",
+        ),
+        paths=_paths,
+    ),
+)

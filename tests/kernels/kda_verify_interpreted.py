@@ -1,0 +1,39 @@
+"""Run by test_kda_verify_triton.py in a process of its own with TRITON_INTERPRET=1. Prints one JSON object a case."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from kda_verify_cases import errors, make_call
+
+from k3rewrite.kernels.kda_verify.launch import kda_verify
+from k3rewrite.kernels.kda_verify.tiles import Tile
+
+CASES = {
+    "four tokens": (make_call([3, 1], 4, 2, 16), Tile(4, 1, ahead=8)),
+    "one token": (make_call([1, 1, 1], 1, 2, 16, ids=torch.int32), Tile(8, 1)),
+    "eight tokens": (make_call([8], 8, 1, 32), Tile(4, 1, ahead=8)),
+    "null rows": (make_call([2, 1, 2], 2, 2, 16, null=(1,), ids=torch.int32), Tile(16, 4)),
+    "null slots in live rows": (make_call([2, 1, 3], 3, 2, 16, holes=True, spare=0), Tile(8, 1, ahead=8)),
+    "windows of several lengths": (make_call([2, 4, 1, 3], 4, 2, 16, lengths=[3, 0, 4, 1]), Tile(4, 1)),
+    "several lengths, null rows": (make_call([1, 1, 2], 3, 1, 16, lengths=[2, 3, 3], null=(1,)), Tile(16, 4)),
+    "slot 0 is a slot": (make_call([2, 1], 2, 2, 16, null_slot=False, activation="silu"), Tile(4, 1, ahead=8)),
+    "several lengths, slot 0 is a slot": (make_call([2, 1], 2, 2, 16, null_slot=False, lengths=[1, 2]), Tile(4, 1)),
+    "fp32": (make_call([2, 4, 1], 4, 2, 16, dtype=torch.float32, null=(2,)), Tile(4, 1, ahead=8)),
+    "nobody": (make_call([1, 1], 2, 1, 16, null=(0, 1)), Tile(4, 1)),
+    "no row": (make_call([], 2, 2, 16), Tile(4, 1)),
+}
+
+found = {}
+for name, (call, tile) in CASES.items():
+    before = {n: v.clone() for n, v in call.items() if isinstance(v, torch.Tensor)}
+    results = kda_verify(**call, tile=tile)
+    kept = all(torch.equal(call[n].nan_to_num(7.0), v.nan_to_num(7.0)) for n, v in before.items())
+    own = call | {n: call[n].clone() for n in ("conv_state", "state")}
+    out = kda_verify(**own, in_place=True, tile=tile)
+    pairs = [(out, results[0]), (own["conv_state"], results[1]), (own["state"], results[2])]
+    same = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
+    found[name] = errors(results, call) | {"inputs_kept": kept, "in_place_same": same}
+sys.stdout.write(json.dumps(found) + "\n")
