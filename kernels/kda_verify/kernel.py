@@ -121,9 +121,13 @@ def _unit(
     aligned = (frozenset(signature) - views) | (
         strides.keys() & {"conv_slot", "conv_column", "state_slot", "state_head", "weight_tap"}
     )
-    ones = {name: 1 for name, (of, dim) in strides.items() if of == "conv_weight" and arguments[of].stride(dim) == 1}
-    fixed |= ones  # as a launch specialises them
-    signature |= dict.fromkeys(strides.keys() - ones.keys(), "i32") | dict(scalars) | dict.fromkeys(fixed, "constexpr")
+    weight = [name for name, (of, dim) in strides.items() if of == "conv_weight" and arguments[of].stride(dim) == 1]
+    fixed |= dict.fromkeys(weight, 1)  # as a launch specialises a stride of one
+    signature |= (
+        dict.fromkeys([name for name in strides if name not in fixed], "i32")
+        | dict(scalars)
+        | dict.fromkeys(fixed, "constexpr")
+    )
     return TritonUnit(function, signature, fixed, aligned=aligned, num_warps=waves, num_stages=1)
 
 

@@ -32,7 +32,7 @@ def convolved(w0, w1, w2, w3, x0, x1, x2, x3, INNER: tl.constexpr):
 
 @triton.jit
 def taps_of(weight, channels, channel, tap):
-    """The four taps of some channels."""
+    """The four taps of some channels. Whole lines of memory where a tap's channels lie together (`channel` is 1)."""
     at = weight + channels * channel
     return tl.load(at), tl.load(at + tap), tl.load(at + 2 * tap), tl.load(at + 3 * tap)
 

@@ -13,8 +13,8 @@ from k3rewrite.kernels.kda_verify.tiles import Tile
 
 CASES = {
     "four tokens": (make_call([3, 1], 4, 2, 16), Tile(4, 1, ahead=8)),
-    "one token": (make_call([1, 1, 1], 1, 2, 16, ids=torch.int32), Tile(8, 1)),
-    "eight tokens": (make_call([8], 8, 1, 32), Tile(4, 1, ahead=8)),
+    "one token": (make_call([1, 1, 1], 1, 2, 16, ids=torch.int32, by_tap=False), Tile(8, 1)),
+    "eight tokens": (make_call([8], 8, 1, 32, by_tap=False), Tile(4, 1, ahead=8)),
     "null rows": (make_call([2, 1, 2], 2, 2, 16, null=(1,), ids=torch.int32), Tile(16, 4)),
     "null slots in live rows": (make_call([2, 1, 3], 3, 2, 16, holes=True, spare=0), Tile(8, 1, ahead=8)),
     "windows of several lengths": (make_call([2, 4, 1, 3], 4, 2, 16, lengths=[3, 0, 4, 1]), Tile(4, 1)),
