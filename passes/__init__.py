@@ -12,9 +12,12 @@ from k3rewrite.passes.canonicalise import CanonicalisePass
 from k3rewrite.passes.fuse_attn_res_norm import FuseAttnResNormPass
 from k3rewrite.passes.fuse_block_write import FuseBlockWritePass
 from k3rewrite.passes.fuse_kda_decode import FuseKdaDecodePass
+from k3rewrite.passes.fuse_kda_verify import FuseKdaVerifyPass
 from k3rewrite.passes.lift_attn_res import LiftAttnResPass
+from k3rewrite.passes.lift_conv_verify import LiftConvVerifyPass
 from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNormPass
 from k3rewrite.passes.lift_kda_step import LiftKdaStepPass
+from k3rewrite.passes.lift_kda_window import LiftKdaWindowPass
 from k3rewrite.passes.lift_l2_norm import LiftL2NormPass
 from k3rewrite.passes.lift_mlp import LiftMlpPass
 from k3rewrite.passes.lift_moe import LiftMoePass
@@ -34,8 +37,10 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     LiftRmsNormPass,
     LiftGatedRmsNormPass,
     LiftL2NormPass,
+    LiftConvVerifyPass,
     LiftShortConvPass,
     LiftKdaStepPass,
+    LiftKdaWindowPass,
     LiftStateSlotsPass,
     LiftRoutePass,
     LiftMoePass,
@@ -45,6 +50,7 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     FuseBlockWritePass,
     WarpDecodeMoePass,
     FuseKdaDecodePass,
+    FuseKdaVerifyPass,
     MergeProjectionsPass,
     StackWeightsPass,
     SelectPass,

@@ -67,9 +67,9 @@ _RATE = call(aten.exp.default, call("slice", Var("a_log"), 0, 0, Anything("heads
 _MOVED = Views(call("add", Cast(Views(Var("f")), "f_dtype"), Var("dt_bias")), "decay")
 _DECAY = call("mul", call("sigmoid", call("mul", Views(_RATE, "rate"), _MOVED)), Number("bound"))
 _WINDOW = call(
-    k3.kda_window.default, call("mul", _unit(0, "q"), Number("q_scale")), _unit(1, "k"), Cast(Item(_PARTS, 2), "v_dtype"),
-    _DECAY, Views(call("sigmoid", Cast(Views(Var("b")), "b_dtype")), "beta"), Var("state"), Var("start"), Var("table"),
-    Anything("lengths"), Anything("null_slot"), name="anchor",
+    k3.kda_window.default, call("mul", _unit(0, "q"), Number("q_scale")), _unit(1, "k"),
+    Cast(Item(_PARTS, 2), "v_dtype"), _DECAY, Views(call("sigmoid", Cast(Views(Var("b")), "b_dtype")), "beta"),
+    Var("state"), Var("start"), Var("table"), Anything("lengths"), Anything("null_slot"), name="anchor",
 )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe.ranges import Ranges
 from k3rewrite.passes.windows import (
     Unlike,
-    bare,
     computed,
     drawn_numbers,
     drawn_table,
@@ -61,9 +60,7 @@ from k3rewrite.pipeline.pass_base import RulePass
 aten = torch.ops.aten
 _CONV = torch.ops.k3.conv_verify.default
 
-_GATHERED = call(
-    aten.index.Tensor, Var("pool"), ListOf((Views(Var("slots"), "row"), Named(Var("history"), "history"))), name="gather"
-)  # fmt: skip
+_GATHERED = call(aten.index.Tensor, Var("pool"), ListOf((Views(Var("slots"), "row"), Var("history"))), name="gather")
 _PAST = call(aten.masked_fill.Scalar, _GATHERED, Anything("mask"), 0, name="past") | Named(_GATHERED, "past")
 _WINDOW = call("cat", ListOf((_PAST, Var("x"))), Anything("dim"), name="window")
 _SUMMED = call(

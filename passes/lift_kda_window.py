@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import getitem
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ class LiftKdaWindow(Rule):
     policy = Policy.EXACT
     anchors = frozenset({_STEP})
     pattern = Anything()
-    exposable = frozenset({"out"})
+    exposable = frozenset({"out", "states"})
 
     def is_site(self, node: Node) -> bool:
         """The first of a chain: a state that no step has left, and new ones that are put together."""
@@ -87,30 +88,29 @@ class LiftKdaWindow(Rule):
             _WINDOW, *(match[name] for name in _TOKEN), match["pool"], match["start"], match["table"], None,
             match["null_slot"],
         )  # fmt: skip
-        return {"root": builder.item(node, 1)} | {name: builder.item(node, 0) for name in exposed}
+        results = {"out": 0, "states": 1, "root": 0 if match.root is match["out"] else 1}
+        return {name: builder.item(node, results[name]) for name in ("root", *sorted(exposed))}
 
     def examples(self) -> Sequence[Example]:
         return (
             Example("three tokens", _window, _inputs),
-            Example("one token", lambda *inputs: _window(*(x[:, :1] for x in inputs[:6]), inputs[6], inputs[7].clamp(max=1)), _inputs),
-            Example("one sequence", lambda *inputs: _window(*(x[:1] for x in inputs[:6]), inputs[6], inputs[7][:1]), _inputs),
+            Example("one token", _window, lambda: _inputs(tokens=1)),
+            Example("one sequence", _window, lambda: _inputs(rows=1)),
         )  # fmt: skip
 
     def counterexamples(self) -> Sequence[CounterExample]:
-        def variant(**changes: Any) -> Any:
-            return lambda *inputs: _window(*inputs, **changes)
-
-        return (
-            CounterExample("tokens in another order", variant(order=(0, 2, 1)), _inputs, "not the next of its window"),
-            CounterExample("one token left out", variant(order=(0, 1)), _inputs, "of a window of 3 tokens, 2 are"),
-            CounterExample("outputs in another order", variant(outputs=(1, 0, 2)), _inputs, "outputs are not put together"),
-            CounterExample("states in another order", variant(states=(1, 0, 2)), _inputs, "states are not put together"),
-            CounterExample("null rows start from slot 0", variant(start=False), _inputs, "one without the other"),
-            CounterExample("null rows overwrite slot 0", variant(keep=False), _inputs, "one without the other"),
-            CounterExample("null rows give what they hold", variant(silent=False), _inputs, "null rows do not give zeros"),
-            CounterExample("null slots below zero alone", variant(least=-1), _inputs, "at or below zero"),
-            CounterExample("slots below zero", variant(start=False, keep=False, silent=False), _inputs, "may be below zero"),
-        )  # fmt: skip
+        found = (
+            ("tokens in another order", {"order": (0, 2, 1)}, "not the next of its window"),
+            ("one token left out", {"order": (0, 1)}, "of a window of 3 tokens, 2 are"),
+            ("outputs in another order", {"outputs": (1, 0, 2)}, "outputs are not put together"),
+            ("states in another order", {"states": (1, 0, 2)}, "states are not put together"),
+            ("null rows start from slot 0", {"start": False}, "one without the other"),
+            ("null rows overwrite slot 0", {"keep": False}, "one without the other"),
+            ("null rows give what they hold", {"silent": False}, "null rows do not give zeros"),
+            ("null slots below zero alone", {"least": -1}, "at or below zero"),
+            ("slots below zero", {"start": False, "keep": False, "silent": False}, "may be below zero"),
+        )
+        return tuple(CounterExample(name, partial(_window, **changes), _inputs, why) for name, changes, why in found)  # type: ignore[arg-type]
 
 
 def _items(step: Node, index: int) -> list[Node]:
@@ -177,7 +177,7 @@ def _read(first: Node) -> Match:
     gather = rows if mask is None else mask.args[0]
     pool, start, table = _pool(gather, put)
     inside = {*steps, *news, *outs, out, put_in, gather, *put.nodes} | ({mask} if mask is not None else set())
-    bindings |= {"pool": pool, "start": start, "table": table, "out": out}
+    bindings |= {"pool": pool, "start": start, "table": table, "out": out, "states": put.node}
     if mask is not None or put.where is not None:
         silent = _null_masks(mask, put, out, pool, start, table)
         bindings |= {"null_slot": True, "out": silent, "masks": (mask.args[1], put.where.args[0], silent.args[1])}  # type: ignore[union-attr]
@@ -185,7 +185,7 @@ def _read(first: Node) -> Match:
     elif min(Ranges().of_ids(start).low, Ranges().of_ids(table).low) < 0:
         raise Unlike("slots may be below zero: as an index such a number counts from the last one", table)
     tokens = {node for step in steps for node in step.all_input_nodes if node.target is aten.select.int}
-    return Match(put.node, bindings, frozenset(inside | tokens))
+    return Match(max(put.node, bindings["out"]), bindings, frozenset(inside | tokens))
 
 
 def _pool(gather: Any, put: Put) -> tuple[Node, Node, Node]:
@@ -252,12 +252,12 @@ def _window(
     return result, pool.index_put((at,), new)
 
 
-def _inputs() -> tuple[Tensor, ...]:
+def _inputs(rows: int = 3, tokens: int = 3) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, 3, 2, 4, generator=generator) for _ in range(3))
-    table = torch.tensor([[4, 1, 8], [0, 0, 0], [2, 3, 0]])
-    pool = torch.randn(9, 2, 4, 4, generator=generator)
-    return q, k, v, -q.abs(), q.sum(-1).sigmoid(), table, pool, torch.tensor([3, 1, 2])
+    q, k, v = (torch.randn(rows, tokens, 2, 4, generator=generator) for _ in range(3))
+    table = torch.tensor([[4, 1, 8], [0, 0, 0], [2, 3, 0]])[:rows, :tokens].clone()
+    pool, accepted = torch.randn(9, 2, 4, 4, generator=generator), torch.tensor([3, 1, 2])[:rows].clamp(max=tokens)
+    return q, k, v, -q.abs(), q.sum(-1).sigmoid(), table, pool, accepted
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,10 @@ def kda_verify_fake(
 def _cost(
     qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor,
     norm_weight: Tensor, conv_state: Tensor, state: Tensor, start: Tensor, table: Tensor, history: Tensor,
-    lengths: Tensor | None, *rest: object,
+    lengths: Tensor | None, null_slot: bool, bound: float, q_scale: float, l2_eps: float, norm_eps: float,
+    activation: str, inner_dtype: torch.dtype, out_dtype: torch.dtype,
 ) -> Cost:  # fmt: skip
     """Of each row one state is read, and one for each token written; what the recurrence gives is written and read."""
-    out_dtype = rest[-1]
-    assert isinstance(out_dtype, torch.dtype)
     one = tensor_bytes(state[:1].expand(start.shape[0], *state.shape[1:]))
     past = tensor_bytes(qkv[:, :1]) * (conv_weight.shape[1] - 1)
     read = tensor_bytes(qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, start, table, history, lengths)

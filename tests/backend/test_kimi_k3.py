@@ -69,6 +69,7 @@ def test_verify_steps_with_shuffled_slots_and_accepted_counts(finalise: str) -> 
     matched = _run_steps(model, state, steps, "verify", finalise)
     assert matched["fuse_attn_res_norm"] == 2 * CONFIG.num_hidden_layers
     assert (matched["lift_kda_step"], matched["fuse_kda_decode"]) == (3 * NAMES["n_kda_layers"], 0)
+    assert matched["fuse_kda_verify"] == NAMES["n_kda_layers"]
     assert matched["lift_route"] == NAMES["n_moe_layers"]
 
 
