@@ -198,10 +198,11 @@ def _null_masks(match: Match, where: Node | None, line: Node) -> tuple[Any, Any]
         raise Unlike("slots are not the first of a table", slots)
     raw = raw_table(slots.args[0])
     keeps_slot_zero(where, line)
-    for mask in (match["mask"], where.args[0]):
+    masks: tuple[Any, Any] = (match["mask"], where.args[0])
+    for mask in masks:
         if not is_dead_row(mask, raw) or not leading(mask, 3, 1):
             raise Unlike("the mask of null rows is another one where lines are read or written", mask)
-    return match["mask"], where.args[0]
+    return masks
 
 
 def _written_back(put: Node, line: Node, pool: Node, kept: int) -> Node:

@@ -188,7 +188,7 @@ def _read(first: Node) -> Match:
     return Match(max(put.node, bindings["out"]), bindings, frozenset(inside | tokens))
 
 
-def _pool(gather: Any, put: Put) -> tuple[Node, Node, Node]:
+def _pool(gather: Node, put: Put) -> tuple[Node, Node, Node]:
     """(pool, where states come from, where they go)."""
     indices = bound_arguments(gather)["indices"] if gather.target is aten.index.Tensor else []
     if len(indices) != 1 or not isinstance(indices[0], Node) or indices[0].meta["val"].dim() != 1:
@@ -198,7 +198,9 @@ def _pool(gather: Any, put: Put) -> tuple[Node, Node, Node]:
         raise Unlike("the new states are written to another pool than the first was read from", put.node)
     if len(targets) != 1 or not isinstance(targets[0], Node) or targets[0].meta["val"].dim() != 2:
         raise Unlike("the new states are not written by a table of slots", put.node)
-    return gather.args[0], indices[0], targets[0]
+    pool = gather.args[0]
+    assert isinstance(pool, Node)
+    return pool, indices[0], targets[0]
 
 
 def _null_masks(mask: Node | None, put: Put, out: Node, pool: Node, start: Node, table: Node) -> Node:

@@ -97,13 +97,16 @@ def is_dead_row(mask: Any, raw: Node) -> bool:
         return False
     arguments = bound_arguments(first)
     if first.target is aten.select.int:
-        return arguments["dim"] in (1, -1) and arguments["index"] == 0
-    whole = first.target is aten.slice.Tensor and arguments["dim"] in (1, -1) and not arguments["start"]
-    return whole and arguments["step"] == 1 and same_size(first.meta["val"].shape[1], 1)
+        return bool(arguments["dim"] in (1, -1) and arguments["index"] == 0)
+    if first.target is not aten.slice.Tensor or arguments["start"] or arguments["step"] != 1:
+        return False
+    along_row: bool = arguments["dim"] in (1, -1)
+    return along_row and same_size(first.meta["val"].shape[1], 1)
 
 
 def _is_at_most_zero(mask: Node, of: Node) -> bool:
-    return mask.target is aten.le.Scalar and mask.args[1] == 0 and bare(mask.args[0]) is bare(of)
+    least = mask.target is aten.le.Scalar and bool(mask.args[1] == 0)
+    return least and bare(mask.args[0]) is bare(of)
 
 
 def is_null_of(mask: Any, slots: Node) -> bool:

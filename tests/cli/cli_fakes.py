@@ -66,13 +66,23 @@ class Kda(Shared):
     roundings: Literal["fewest", "model"] = "fewest"
 
 
+@dataclass(frozen=True)
+class Window(Shared):
+    """Round less over a window."""
+
+    name: ClassVar[str] = "fuse_kda_verify"
+    roundings: Literal["fewest", "model"] = "fewest"
+
+
 BEFORE = (
     "canonicalise",
     "lift_rms_norm",
     "lift_gated_rms_norm",
     "lift_l2_norm",
+    "lift_conv_verify",
     "lift_short_conv",
     "lift_kda_step",
+    "lift_kda_window",
     "lift_state_slots",
     "lift_route",
     "lift_moe",
@@ -85,6 +95,7 @@ FAKE_PASSES = (
     plain("fuse_block_write"),
     Warp,
     Kda,
+    Window,
     plain("merge_projections"),
     plain("stack_weights"),
     plain("select"),

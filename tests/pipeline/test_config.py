@@ -42,8 +42,10 @@ SHIPPED_PASSES = (
     "lift_rms_norm",
     "lift_gated_rms_norm",
     "lift_l2_norm",
+    "lift_conv_verify",
     "lift_short_conv",
     "lift_kda_step",
+    "lift_kda_window",
     "lift_state_slots",
     "lift_route",
     "lift_moe",
@@ -53,6 +55,7 @@ SHIPPED_PASSES = (
     "fuse_block_write",
     "warp_decode_moe",
     "fuse_kda_decode",
+    "fuse_kda_verify",
     "merge_projections",
     "stack_weights",
     "select",
@@ -63,6 +66,7 @@ KNOWN: dict[str, type] = {
     "fuse_attn_res_norm": Fuse,
     "warp_decode_moe": Fuse,
     "fuse_kda_decode": Fuse,
+    "fuse_kda_verify": Fuse,
     "a": Plain,
     "b": Fuse,
     "c": Plain,
@@ -154,7 +158,8 @@ def test_extends_works_over_several_files(tmp_path: Path) -> None:
 
 def test_mapping_is_read_like_a_file() -> None:
     config = load({"version": 1, "extends": "base", "passes": [{"fuse_attn_res_norm": {"roundings": "model"}}]})
-    assert config.passes[11].options == {"roundings": "model", "allow_changes_rounding": True}
+    (options,) = [entry.options for entry in config.passes if entry.name == "fuse_attn_res_norm"]
+    assert options == {"roundings": "model", "allow_changes_rounding": True}
     assert config.name == "<mapping>"
 
 

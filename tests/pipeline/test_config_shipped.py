@@ -26,8 +26,10 @@ def test_every_pass_of_the_package_is_in_it_in_a_legal_order(name: str) -> None:
 def test_kimi_k3_says_how_many_fusions_it_expects() -> None:
     for name in shipped_pipelines():
         passes = {p.name: p for p in load_pipeline(name, known_passes=KNOWN).passes}
-        for fuse in (passes["fuse_attn_res_norm"], passes["fuse_kda_decode"]):
+        for fuse in (passes["fuse_attn_res_norm"], passes["fuse_kda_decode"], passes["fuse_kda_verify"]):
             assert fuse.options == {"roundings": "fewest", "allow_changes_rounding": True}
         assert passes["fuse_attn_res_norm"].expect == ("== 2 * n_layers" if name.startswith("kimi-k3") else None)
         steps = {"kimi-k3-decode": "== n_kda_layers", "kimi-k3-verify": "== 0", "kimi-k3-prefill": "== 0"}
         assert passes["fuse_kda_decode"].expect == steps.get(name)
+        windows = {"kimi-k3-decode": "== 0", "kimi-k3-verify": "== n_kda_layers", "kimi-k3-prefill": "== 0"}
+        assert passes["fuse_kda_verify"].expect == windows.get(name)
