@@ -1,0 +1,130 @@
+"""Running the Triton kernels of `k3::kda_chunk` on tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3rewrite.kernels.devices import device_facts
+from k3rewrite.kernels.kda_chunk.form import CHUNK
+from k3rewrite.kernels.kda_chunk.op import check
+from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
+
+INPUTS = ("q", "k", "v", "f", "b")
+STRIDES = {f"{name}_{what}": (name, dim) for name in INPUTS for dim, what in enumerate(("batch", "token"))}
+
+
+def shape_of(arguments: dict[str, Any]) -> dict[str, int]:
+    """rows, tokens of a row's line, chunks of the longest row, numbers of chunks of all rows."""
+    q, offsets = arguments["q"], arguments["offsets"]
+    tokens = q.shape[1]
+    if offsets is None:
+        chunks = -(-tokens // CHUNK)
+        return {"rows": q.shape[0], "tokens": tokens, "chunks": chunks, "numbers": q.shape[0] * chunks}
+    rows = offsets.shape[0] - 1
+    return {"rows": rows, "tokens": tokens, "chunks": -(-tokens // CHUNK), "numbers": tokens // CHUNK + rows}
+
+
+def constants(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What all kernels of a call are compiled for."""
+    return {
+        "HEADS": arguments["q"].shape[2],
+        "K": arguments["q"].shape[3],
+        "V": arguments["v"].shape[3],
+        "PACKED": arguments["offsets"] is not None,
+        "LENGTHS": arguments["lengths"] is not None,
+        "SLOTS": arguments["slots"] is not None,
+        "NULL": arguments["null_slot"] and arguments["slots"] is not None,
+    }
+
+
+def row_block(rows: int) -> int:
+    """A power of two, at least as many as there are rows."""
+    return 1 << max(4, (rows - 1).bit_length())
+
+
+class Between:
+    """What the launches hand on, [chunks, heads, ...], and where A and T lie until the results take their place."""
+
+    def __init__(self, numbers: int, heads: int, keys: int, values: int, device: torch.device) -> None:
+        narrow = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter has no bf16 products
+
+        def room(*shape: int, of: torch.dtype = narrow) -> Tensor:
+            return torch.empty(numbers, heads, *shape, dtype=of, device=device)
+
+        self.values, self.keys = room(values, CHUNK), room(CHUNK, keys)
+        self.queries, self.ends, self.scores = room(CHUNK, keys), room(CHUNK, keys), room(CHUNK, CHUNK)
+        self.decay = room(keys, of=torch.float32)
+        fits = values == keys == 2 * CHUNK and narrow == torch.bfloat16
+        self.lower = self.values.view(torch.float32) if fits else room(CHUNK, CHUNK, of=torch.float32)
+        self.inverse = self.keys.view(torch.float32) if fits else room(CHUNK, CHUNK, of=torch.float32)
+
+
+def kda_chunk(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, state: Tensor,
+    slots: Tensor | None, fresh: Tensor | None, lengths: Tensor | None, offsets: Tensor | None,
+    checkpoints: Tensor | None, null_slot: bool, bound: float, q_scale: float, l2_eps: float | None,
+    out_dtype: torch.dtype, *, in_place: bool = False, plan: Plan | None = None,
+) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
+    """What the op takes. `in_place`: the state is written where it is, and only the output is returned."""
+    check(q, lengths, offsets, checkpoints, bound)
+    if not in_place:
+        state = torch.empty_like(state).copy_(state)
+    out = v.new_empty(v.shape, dtype=out_dtype)
+    arguments = {
+        "q": q, "k": k, "v": v, "f": f, "b": b, "a_log": a_log, "dt_bias": dt_bias, "state": state, "slots": slots,
+        "fresh": fresh, "lengths": lengths, "offsets": offsets, "checkpoints": checkpoints, "null_slot": null_slot,
+        "bound": bound, "q_scale": q_scale, "l2_eps": l2_eps,
+    }  # fmt: skip
+    if out.numel():
+        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+            _launch(arguments, out, plan)
+    return out if in_place else (out, state)
+
+
+def _launch(arguments: dict[str, Any], out: Tensor, plan: Plan | None) -> None:
+    from k3rewrite.kernels.kda_chunk import triton_prologue, triton_scan
+
+    shape, fixed, state = shape_of(arguments), constants(arguments), arguments["state"]
+    heads, keys, values, rows = fixed["HEADS"], fixed["K"], fixed["V"], shape["rows"]
+    if plan is None:
+        plan = plan_for(rows, heads, values, shape["chunks"], *device_facts(out.device))
+    between = Between(shape["numbers"], heads, keys, values, out.device)
+    flags = {"RAW": arguments["a_log"] is not None, "NORMED": arguments["l2_eps"] is None}
+    inputs = [arguments[name] for name in (*INPUTS, "a_log", "dt_bias")]
+    strides = [arguments[name].stride(dim) for name, dim in STRIDES.values()]
+    extents = [rows, shape["tokens"], shape["chunks"]]
+    numbers = [arguments["bound"], arguments["q_scale"], arguments["l2_eps"] or 0.0]
+    slots, lengths, offsets = (arguments[name] for name in ("slots", "lengths", "offsets"))
+    results = [between.values, between.keys, between.queries, between.scores, between.ends, between.decay]
+    pool = [state.stride(0), state.stride(1)]
+    common = {"num_stages": 1, "enable_fp_fusion": True}
+    if shape["tokens"] > 1:
+        triton_prologue.kda_chunk_prologue[(heads, shape["numbers"])](
+            *inputs, slots, lengths, offsets, *results, between.lower, between.inverse, *strides, *extents, *numbers,
+            **fixed, **flags, ROWS=row_block(rows), num_warps=plan.prologue_warps, **common,
+        )  # fmt: skip
+    starts = None
+    fresh = {"FRESH": arguments["fresh"] is not None}
+    if plan.groups > 1:
+        starts = state.new_empty(rows, plan.groups, heads, values, keys)
+        summaries = state.new_empty(rows, plan.groups - 1, heads, keys + values, keys)
+        triton_scan.kda_chunk_groups[((keys + values) // plan.tile, heads, rows * (plan.groups - 1))](
+            state, slots, arguments["fresh"], lengths, offsets, summaries, starts, between.values, between.keys,
+            between.ends, between.decay, *pool, *extents, **fixed, **fresh, TILE=plan.tile, GROUPS=plan.groups,
+            STAGES=plan.group_stages, num_warps=plan.scan_warps, **common,
+        )  # fmt: skip
+        triton_scan.kda_chunk_order[(values // plan.order_tile, heads, rows)](
+            lengths, slots, offsets, summaries, starts, *extents, **fixed, TILE=plan.order_tile, GROUPS=plan.groups,
+            num_warps=4, **common,
+        )  # fmt: skip
+    checkpoints = arguments["checkpoints"]
+    triton_scan.kda_chunk_scan[(values // plan.tile, heads, rows * plan.groups)](
+        *inputs, state, slots, arguments["fresh"], lengths, offsets, checkpoints, starts, *results, out, *strides,
+        *pool, *extents, 0 if checkpoints is None else checkpoints.shape[1], *numbers, **fixed, **flags, **fresh,
+        TILE=plan.tile, SAVES=checkpoints is not None, GROUPS=plan.groups, STAGES=plan.scan_stages,
+        num_warps=plan.scan_warps, **common,
+    )  # fmt: skip

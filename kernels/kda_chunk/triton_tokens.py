@@ -1,0 +1,72 @@
+"""Triton functions that prologue and scan of `k3::kda_chunk` share: which tokens are whose, and a token's gate.
+
+Chunks are numbered through all rows. In a batch [B, L] row n has the numbers from n · ceil(L / 64) on. In one long line
+with offsets it has those from offsets[n] // 64 + n on: enough for its chunks, and found without a sum over rows.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def row_of_chunk(number, offsets, rows, chunks, PACKED: tl.constexpr, ROWS: tl.constexpr):
+    """(row, chunk of it) of a number; ROWS: a power of two, at least as many as there are rows."""
+    if PACKED:
+        n = tl.arange(0, ROWS)
+        first = tl.load(offsets + n, mask=n < rows, other=0).to(tl.int32) // 64 + n
+        row = tl.sum(((first <= number) & (n < rows)).to(tl.int32), 0) - 1
+        return row, number - (tl.load(offsets + row).to(tl.int32) // 64 + row)
+    else:
+        return number // chunks, number % chunks
+
+
+@triton.jit
+def tokens_of(
+    row, slots, lengths, offsets, rows, tokens, chunks, PACKED: tl.constexpr, LENGTHS: tl.constexpr,
+    SLOTS: tl.constexpr, NULL: tl.constexpr,
+):  # fmt: skip
+    """(batch, first token in it, tokens, end of what the row has to fill, number of its first chunk, slot)."""
+    slot = row.to(tl.int64)
+    if SLOTS:
+        slot = tl.load(slots + row).to(tl.int64)
+    if PACKED:
+        batch = row * 0
+        first = tl.load(offsets + row).to(tl.int32)
+        behind = tl.load(offsets + row + 1).to(tl.int32)
+        length = behind - first
+        number = first // 64 + row
+        end = tl.where(row == rows - 1, tokens, behind) - first
+    else:
+        batch = row
+        first = row * 0
+        length = tokens
+        if LENGTHS:
+            length = tl.load(lengths + row).to(tl.int32)
+        number = row * chunks
+        end = tokens
+    if NULL:
+        length = tl.where(slot > 0, length, 0)
+    return batch.to(tl.int64), first, length, end, number, slot
+
+
+@triton.jit
+def gate(f, head, channels, a_log, dt_bias, bound, SIZE: tl.constexpr, RAW: tl.constexpr):
+    """log2 of the decay of values `f` of some channels of a head; their number is f's last dimension."""
+    f = f.to(tl.float32)
+    if RAW:
+        f = f + tl.load(dt_bias + head * SIZE + channels)
+        f = tl.sigmoid(f * tl.exp(tl.load(a_log + head).to(tl.float32))) * bound
+    return f * LOG2_E
+
+
+@triton.jit
+def rate(b, RAW: tl.constexpr):
+    """beta of its raw value."""
+    b = b.to(tl.float32)
+    return tl.sigmoid(b) if RAW else b
