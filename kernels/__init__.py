@@ -15,6 +15,7 @@ from k3rewrite.kernels import (
     conv_verify,
     experts,
     gated_rms_norm,
+    kda_chunk,
     kda_decode,
     kda_step,
     kda_verify,
@@ -39,6 +40,7 @@ _FOLDERS = (
     experts,
     short_conv,
     kda_step,
+    kda_chunk,
     kda_decode,
     conv_verify,
     kda_window,
@@ -53,6 +55,7 @@ KERNELS: tuple[Kernel, ...] = (
     *attn_res_norm.KERNELS,
     *attn_res_kernel.KERNELS,
     *experts.KERNELS,
+    *kda_chunk.KERNELS,
     *kda_decode.KERNELS,
     *kda_verify.KERNELS,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from k3rewrite.kernels.kda_chunk.op import check
 from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
 
 INPUTS = ("q", "k", "v", "f", "b")
-STRIDES = {f"{name}_{what}": (name, dim) for name in INPUTS for dim, what in enumerate(("batch", "token"))}
+BATCHES = tuple(f"{name}_batch" for name in INPUTS)
+
+
+def token_strides(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Compiled in: addresses of the sixteen rows of a block are then one register and sixteen constants."""
+    return {f"{name}_token": arguments[name].stride(1) for name in INPUTS}
 
 
 def shape_of(arguments: dict[str, Any]) -> dict[str, int]:
@@ -46,8 +52,13 @@ def row_block(rows: int) -> int:
     return 1 << max(4, (rows - 1).bit_length())
 
 
+def prologue_options(plan: Plan) -> dict[str, Any]:
+    """Options of the compiler for the prologue."""
+    return {"maxnreg": plan.prologue_registers} if plan.prologue_registers else {}
+
+
 class Between:
-    """What the launches hand on, [chunks, heads, ...], and where A and T lie until the results take their place."""
+    """What the launches hand on, [chunks, heads, ...], and where A and T lie, in the place of the values if they fit there."""
 
     def __init__(self, numbers: int, heads: int, keys: int, values: int, device: torch.device) -> None:
         narrow = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter has no bf16 products
@@ -58,9 +69,8 @@ class Between:
         self.values, self.keys = room(values, CHUNK), room(CHUNK, keys)
         self.queries, self.ends, self.scores = room(CHUNK, keys), room(CHUNK, keys), room(CHUNK, CHUNK)
         self.decay = room(keys, of=torch.float32)
-        fits = values == keys == 2 * CHUNK and narrow == torch.bfloat16
-        self.lower = self.values.view(torch.float32) if fits else room(CHUNK, CHUNK, of=torch.float32)
-        self.inverse = self.keys.view(torch.float32) if fits else room(CHUNK, CHUNK, of=torch.float32)
+        fits = values == 2 * CHUNK and narrow == torch.bfloat16
+        self.inverse = self.values.view(torch.float32) if fits else room(CHUNK, CHUNK, of=torch.float32)
 
 
 def kda_chunk(
@@ -95,7 +105,8 @@ def _launch(arguments: dict[str, Any], out: Tensor, plan: Plan | None) -> None:
     between = Between(shape["numbers"], heads, keys, values, out.device)
     flags = {"RAW": arguments["a_log"] is not None, "NORMED": arguments["l2_eps"] is None}
     inputs = [arguments[name] for name in (*INPUTS, "a_log", "dt_bias")]
-    strides = [arguments[name].stride(dim) for name, dim in STRIDES.values()]
+    strides = [arguments[name].stride(0) for name in INPUTS]
+    steps = token_strides(arguments)
     extents = [rows, shape["tokens"], shape["chunks"]]
     numbers = [arguments["bound"], arguments["q_scale"], arguments["l2_eps"] or 0.0]
     slots, lengths, offsets = (arguments[name] for name in ("slots", "lengths", "offsets"))
@@ -104,8 +115,9 @@ def _launch(arguments: dict[str, Any], out: Tensor, plan: Plan | None) -> None:
     common = {"num_stages": 1, "enable_fp_fusion": True}
     if shape["tokens"] > 1:
         triton_prologue.kda_chunk_prologue[(heads, shape["numbers"])](
-            *inputs, slots, lengths, offsets, *results, between.lower, between.inverse, *strides, *extents, *numbers,
-            **fixed, **flags, ROWS=row_block(rows), num_warps=plan.prologue_warps, **common,
+            *inputs, slots, lengths, offsets, *results, between.inverse, *strides, *extents, *numbers,
+            **fixed, **flags, **steps, ROWS=row_block(rows), SLAB=min(plan.slab, keys), PTX=plan.ptx,
+            num_warps=plan.prologue_warps, **common, **prologue_options(plan),
         )  # fmt: skip
     starts = None
     fresh = {"FRESH": arguments["fresh"] is not None}
@@ -119,12 +131,12 @@ def _launch(arguments: dict[str, Any], out: Tensor, plan: Plan | None) -> None:
         )  # fmt: skip
         triton_scan.kda_chunk_order[(values // plan.order_tile, heads, rows)](
             lengths, slots, offsets, summaries, starts, *extents, **fixed, TILE=plan.order_tile, GROUPS=plan.groups,
-            num_warps=4, **common,
+            PRECISION=plan.order_precision, num_warps=4, **common,
         )  # fmt: skip
     checkpoints = arguments["checkpoints"]
     triton_scan.kda_chunk_scan[(values // plan.tile, heads, rows * plan.groups)](
         *inputs, state, slots, arguments["fresh"], lengths, offsets, checkpoints, starts, *results, out, *strides,
-        *pool, *extents, 0 if checkpoints is None else checkpoints.shape[1], *numbers, **fixed, **flags, **fresh,
+        *pool, *extents, 0 if checkpoints is None else checkpoints.shape[1], *numbers, **fixed, **flags, **fresh, **steps,
         TILE=plan.tile, SAVES=checkpoints is not None, GROUPS=plan.groups, STAGES=plan.scan_stages,
         num_warps=plan.scan_warps, **common,
     )  # fmt: skip

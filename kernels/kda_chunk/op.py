@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.kda_chunk.form import CHUNK, delta_chunks, padded_rows, packed_rows
+from k3rewrite.kernels.kda_chunk.form import CHUNK, delta_chunks, packed_rows, padded_rows
 from k3rewrite.kernels.kda_step.op import rows_of_state, with_rows
 from k3rewrite.kernels.l2_norm.op import l2_norm
 from k3rewrite.ops.vocabulary import Cost, Op, tensor_bytes
@@ -76,9 +76,7 @@ def kda_chunk(
     return (o if offsets is None else packed_rows(o, offsets)).contiguous(), result
 
 
-def check(
-    q: Tensor, lengths: Tensor | None, offsets: Tensor | None, checkpoints: Tensor | None, bound: float
-) -> None:
+def check(q: Tensor, lengths: Tensor | None, offsets: Tensor | None, checkpoints: Tensor | None, bound: float) -> None:
     """Raises ValueError for what is wrong before anything is computed or written."""
     if not LOWEST_BOUND <= bound <= 0:
         raise ValueError(f"kda_chunk: bound {bound} is not within [{LOWEST_BOUND}, 0]; use kda_step token by token")

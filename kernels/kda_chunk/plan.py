@@ -26,7 +26,15 @@ class Plan:
     scan_stages: int = 3
     group_stages: int = 3
     prologue_warps: int = 8
+    slab: int = 128
+    """channels that the prologue takes at a time"""
+    prologue_registers: int = 0
+    """NVIDIA: upper bound of registers a thread of the prologue; 0: none"""
     order_tile: int = 16
+    order_precision: str = "ieee"
+    """of products of fp32 numbers: "tf32" where the target has it"""
+    ptx: bool = False
+    """NVIDIA: exponentials are single instructions"""
     dependent: bool = False
     """NVIDIA, sm_90 and later: a launch overlaps the end of the one before"""
 
@@ -42,6 +50,6 @@ def plan_for(rows: int, heads: int, values: int, chunks: int, arch: str, compute
     """The plan of a call. `chunks`: of the longest row, as far as shapes tell."""
     tile = min(64, values)
     groups = groups_for(rows * heads * (values // tile), chunks, compute_units)
-    if arch.startswith("gfx"):
-        return Plan(tile, groups, scan_stages=1, group_stages=1)
-    return Plan(tile, groups)
+    if arch.startswith("sm_"):
+        return Plan(tile, groups, ptx=True, order_precision="tf32")
+    return Plan(tile, groups, scan_stages=1, group_stages=1, prologue_warps=4)

@@ -23,6 +23,8 @@ the results later on, and so never leaves the L2.
 Roundings. Operands of products are bf16. The inverse is rounded when it is finished.
 """
 
+# Triton compiles functions from their text; its tuples are put together with +.
+# ruff: noqa: RUF005
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -30,74 +32,121 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3rewrite.kernels.kda_chunk.triton_tokens import gate, rate, row_of_chunk, tokens_of
+from k3rewrite.kernels.kda_chunk.triton_tokens import exp2, gate, rate, row_of_chunk, tokens_of
 
 
 @triton.jit
-def times(left, right, NARROW: tl.constexpr):
-    """A product of narrow operands with an fp32 sum."""
-    return tl.dot(left.to(NARROW), right.to(NARROW))
+def tile_of(rows, K: tl.constexpr):
+    """[64, K] of its rows: `rows[r]` is [4, K], row r of each of the four blocks."""
+    for _ in tl.static_range(4):
+        joined = ()
+        for r in tl.static_range(len(rows) // 2):
+            joined = joined + (tl.join(rows[r], rows[r + len(rows) // 2]),)
+        rows = joined
+    return tl.reshape(tl.permute(tl.reshape(rows[0], [4, K, 16]), (0, 2, 1)), [64, K])
 
 
 @triton.jit
-def sums(coefficients, gates, NARROW: tl.constexpr):
-    """`coefficients` (zeros and ones) times fp32 `gates`, as exact as fp32 sums are: three bf16 parts of 8 bits."""
-    high = gates.to(NARROW)
-    rest = gates - high.to(tl.float32)
-    middle = rest.to(NARROW)
-    low = (rest - middle.to(tl.float32)).to(NARROW)
-    coefficients = coefficients.to(NARROW)
-    return tl.dot(coefficients, high, tl.dot(coefficients, middle, tl.dot(coefficients, low)))
+def row_of(at, r, stride: tl.constexpr, behind):
+    """Row r of each of the four blocks, fp32; zero for tokens that are not there. `at`: row 0 of each block; the rows
+    are constants away from it, which cost no register and no instruction."""
+    live = (tl.arange(0, 4)[:, None] * 16 + r < behind) & (tl.arange(0, at.shape[1])[None, :] >= 0)
+    return tl.load(at + r * stride, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def by_block(vector, K: tl.constexpr):
-    """[4, K] -> [64, K]: each block's own row, 16 times."""
-    return tl.reshape(tl.broadcast_to(vector[:, None, :], [4, 16, K]), [64, K])
+def scaled(
+    k,
+    q,
+    k_token: tl.constexpr,
+    q_token: tl.constexpr,
+    behind,
+    local,
+    reference,
+    sign,
+    NARROW: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Rows of keys and queries times exp2(±(local + reference)), in NARROW. They are read again rather than held."""
+    right, left = (), ()
+    tl.debug_barrier()
+    offset = sign * reference
+    for r in tl.static_range(16):
+        factor = exp2(local[r] * sign + offset, PTX)
+        right = right + ((row_of(k, r, k_token, behind) * factor).to(NARROW),)
+        left = left + ((row_of(q, r, q_token, behind) * factor).to(NARROW),)
+    return right, left
 
 
 @triton.jit
 def unit(x, eps, NORMED: tl.constexpr):
     """Rows of unit length."""
-    return x if NORMED else x * tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
+    return x if NORMED else x * inverse_length(x, eps, NORMED)[:, None]
 
 
 @triton.jit
-def invert_diagonal(scores, inverse):
-    """(I + A)⁻¹ of the four blocks of 16 on the diagonal, by forward substitution; both are [64, 64] in memory."""
+def inverse_length(x, eps, NORMED: tl.constexpr):
+    """Of each row; 1 for rows that come normalised."""
+    if NORMED:
+        return tl.full([x.shape[0]], 1.0, tl.float32)
+    else:
+        x = x.to(tl.float32)
+        return tl.rsqrt(tl.sum(x * x, 1) + eps)
+
+
+@triton.jit
+def references(first_gate, step):
+    """Of the four blocks, [4, K]: G of the first row; G_last less that; that less G of row 32; and, of the first of a
+    pair of blocks, that less G of the second's first row, 0 for a second. `step`: what G grows by up to the first row
+    of the next block, or to the end."""
+    to, of, steps = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None], step[None, :, :]
+    start = tl.sum(tl.where(of < to, steps, 0.0) + tl.where(of == 0, first_gate[None, :, :], 0.0), 1)
+    rest = tl.sum(tl.where(of >= to, steps, 0.0), 1)
+    half = tl.sum(tl.where((of >= to) & (of < 2), -steps, tl.where((of == 2) & (to == 3), steps, 0.0)), 1)
+    return start, rest, half, tl.where(tl.arange(0, 4)[:, None] % 2 == 0, -step, 0.0)
+
+
+@triton.jit(noinline=True)
+def invert_diagonal(a):
+    """(I + A)⁻¹ of the four blocks of 16 on the diagonal of [64, 64] in memory, in place, by forward substitution.
+
+    A function of its own in the code too: the compiler looks at every load together with all that it hangs on to, and
+    there are 120 here."""
     block, column = tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
     corner = block * (16 * 64 + 16)
     rows = ()
     for i in tl.static_range(16):
         row = tl.where(column + block * 0 == i, 1.0, 0.0)
         for j in tl.static_range(i):
-            row -= tl.load(scores + corner + i * 64 + j + column * 0) * rows[j]
-        rows = rows + (row,)  # noqa: RUF005
+            row -= tl.load(a + corner + i * 64 + j + column * 0) * rows[j]
+        rows = rows + (row,)
+    tl.debug_barrier()  # all of A is read
     for i in tl.static_range(16):
-        tl.store(inverse + corner + i * 64 + column, rows[i])
+        tl.store(a + corner + i * 64 + column, rows[i])
 
 
 @triton.jit
-def merge(scores, inverse, first, SIZE: tl.constexpr):
-    """T₂₁ = -T₂₂ (A₂₁ T₁₁) for two neighbouring blocks of SIZE, the first at `first`, all fp32."""
+def merge(a, first, SIZE: tl.constexpr):
+    """T₂₁ = -T₂₂ (A₂₁ T₁₁) for two neighbouring blocks of SIZE that begin at `first`, in place of A₂₁; all fp32."""
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     own = first * 65 + i * 64 + j
-    above = tl.load(inverse + own, mask=j // 16 <= i // 16, other=0.0)
-    below = tl.load(inverse + own + SIZE * 65, mask=j // 16 <= i // 16, other=0.0)
-    between = tl.load(scores + own + SIZE * 64)
-    inner = tl.dot(between, above, input_precision="ieee")
-    tl.store(inverse + own + SIZE * 64, -tl.dot(below, inner, input_precision="ieee"))
+    above = tl.load(a + own, mask=j // 16 <= i // 16, other=0.0)
+    below = tl.load(a + own + SIZE * 65, mask=j // 16 <= i // 16, other=0.0)
+    between = tl.load(a + own + SIZE * 64)
+    inner = tl.dot(between, above, input_precision="ieee")  # TF32 would keep 11 bits of the 24
+    tl.store(a + own + SIZE * 64, -tl.dot(below, inner, input_precision="ieee"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
 def kda_chunk_prologue(
-    q, k, v, f, b, a_log, dt_bias, slots, lengths, offsets, values, keys, queries, scores, ends, decay, lower, inverse,
-    q_batch, q_token, k_batch, k_token, v_batch, v_token, f_batch, f_token, b_batch, b_token, rows, tokens, chunks,
-    bound, q_scale, l2_eps,
-    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RAW: tl.constexpr, NORMED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, ROWS: tl.constexpr,
+    q, k, v, f, b, a_log, dt_bias, slots, lengths, offsets, values, keys, queries, scores, ends, decay, inverse,
+    q_batch, k_batch, v_batch, f_batch, b_batch, rows, tokens, chunks, bound, q_scale, l2_eps,
+    q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, f_token: tl.constexpr, b_token: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLAB: tl.constexpr, RAW: tl.constexpr,
+    NORMED: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr,
+    ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (heads, numbers of chunks). `lower`, `inverse`: fp32 [chunks, heads, 64, 64], may lie in results."""
+    """Grid: (heads, numbers of chunks). `inverse`: fp32 [chunks, heads, 64, 64], which may lie in `values`."""
     head, number = tl.program_id(0), tl.program_id(1)
     row, chunk = row_of_chunk(number, offsets, rows, chunks, PACKED, ROWS)
     batch, first, length, end, base, slot = tokens_of(
@@ -108,83 +157,99 @@ def kda_chunk_prologue(
         narrow: tl.constexpr = values.dtype.element_ty
         at = tl.arange(0, 64)
         live = at < length - skipped
-        channels, columns = tl.arange(0, K), tl.arange(0, V)
         token = (first + skipped).to(tl.int64)
         here = number.to(tl.int64) * HEADS + head
-
-        f_at = f + batch * f_batch + token * f_token + head * K
-        f_tile = tl.load(f_at + at[:, None] * f_token + channels[None, :], mask=live[:, None], other=0.0)
-        gates = tl.where(live[:, None], gate(f_tile, head, channels[None, :], a_log, dt_bias, bound, K, RAW), 0.0)
-        same_block = at[:, None] // 16 == at[None, :] // 16
-        after_first = same_block & (at[None, :] <= at[:, None]) & (at[None, :] % 16 > 0)
-        local = sums(after_first, gates, narrow)  # G relative to the first row of the block
-
-        # Of each block: the gate of its first row, and of the next one's; all between these two, `step`.
-        s = tl.arange(0, 4)
-        has_next = (s[:, None] < 3) & (s[:, None] * 16 + 16 < length - skipped)
-        f_next = tl.load(f_at + (s[:, None] * 16 + 16) * f_token + channels[None, :], mask=has_next, other=0.0)
-        next_gate = tl.where(has_next, gate(f_next, head, channels[None, :], a_log, dt_bias, bound, K, RAW), 0.0)
-        is_last = tl.arange(0, 16)[None, :, None] == 15
-        step = tl.sum(tl.where(is_last, tl.reshape(local, [4, 16, K]), 0.0), 1) + next_gate
-        first_gate = gate(tl.load(f_at + channels), head, channels, a_log, dt_bias, bound, K, RAW)
-        to, of = s[:, None, None], s[None, :, None]
-        steps = step[None, :, :]
-        start = first_gate[None, :] + tl.sum(tl.where(of < to, steps, 0.0), 1)  # G of first rows
-        rest = tl.sum(tl.where(of >= to, steps, 0.0), 1)  # G_last less that
-        half = tl.sum(tl.where((of >= to) & (of < 2), -steps, tl.where((of == 2) & (to == 3), steps, 0.0)), 1)
-        pair = tl.where(s[:, None] % 2 == 0, -step, 0.0)  # G of first rows, less that of the next or one's own
-
-        k_at = k + batch * k_batch + token * k_token + head * K
-        q_at = q + batch * q_batch + token * q_token + head * K
-        k_tile = tl.load(k_at + at[:, None] * k_token + channels[None, :], mask=live[:, None], other=0.0)
-        q_tile = tl.load(q_at + at[:, None] * q_token + channels[None, :], mask=live[:, None], other=0.0)
-        k_tile = unit(k_tile.to(tl.float32), l2_eps, NORMED)
-        q_tile = unit(q_tile.to(tl.float32), l2_eps, NORMED) * q_scale
-
         i, j = at[:, None], at[None, :]
-        factor = tl.exp2(tl.where(i < 32, -1.0, 1.0) * (local + by_block(half, K)))
-        right = k_tile * factor
-        a = times(right, tl.trans(right), narrow)
-        p = times(q_tile * factor, tl.trans(right), narrow)
-        factor = tl.exp2(tl.where(i // 16 % 2 == 0, -1.0, 1.0) * (local + by_block(pair, K)))
-        right = k_tile * factor
-        same_half = i // 32 == j // 32
-        a = tl.where(same_half, times(right, tl.trans(right), narrow), a)
-        p = tl.where(same_half, times(q_tile * factor, tl.trans(right), narrow), p)
-        factor = tl.exp2(local)
-        right = tl.trans(k_tile * tl.exp2(-local))
-        a = tl.where(same_block, times(k_tile * factor, right, narrow), a)
-        p = tl.where(same_block, times(q_tile * factor, right, narrow), p)
+        same_half, same_block = i // 32 == j // 32, i // 16 == j // 16
+        channels, tiles = tl.arange(0, K), at[:, None] * K + tl.arange(0, K)[None, :]
+        k_rows = k + batch * k_batch + token * k_token + head * K
+        q_rows = q + batch * q_batch + token * q_token + head * K
+        f_rows = f + batch * f_batch + token * f_token + head * K
+        inverse_at = inverse + here * 4096
+        k_whole = tl.load(k_rows + at[:, None] * k_token + channels[None, :], mask=live[:, None], other=0.0)
+        q_whole = tl.load(q_rows + at[:, None] * q_token + channels[None, :], mask=live[:, None], other=0.0)
+        k_length = inverse_length(k_whole, l2_eps, NORMED)
+        q_length = inverse_length(q_whole, l2_eps, NORMED) * q_scale
 
-        b_at = b + batch * b_batch + token * b_token + head
-        beta = tl.where(live, rate(tl.load(b_at + at * b_token, mask=live, other=0.0), RAW), 0.0)
+        a, p = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
+        for slab in tl.range(0, K, SLAB, num_stages=1):
+            s, c = tl.arange(0, 4)[:, None], (slab + tl.arange(0, SLAB))[None, :]
+            behind = length - skipped
+            f_at, k_at = f_rows + s * 16 * f_token + c, k_rows + s * 16 * k_token + c
+            q_at = q_rows + s * 16 * q_token + c
+            local = ()
+            total = tl.zeros([4, SLAB], tl.float32)
+            for r in tl.static_range(16):
+                g = gate(row_of(f_at, r, f_token, behind), head, c, a_log, dt_bias, bound, K, RAW, PTX)
+                g = tl.where(s * 16 + r < behind, g, 0.0)
+                if r == 0:
+                    first_gate = g
+                else:
+                    total += g
+                local = local + (total,)
+            next_gate = gate(row_of(f_at, 16, f_token, behind), head, c, a_log, dt_bias, bound, K, RAW, PTX)
+            next_gate = tl.where((s < 3) & (s * 16 + 16 < behind), next_gate, 0.0)
+            start, rest, half, pair = references(first_gate, total + next_gate)
+
+            sign = tl.where(s < 2, -1.0, 1.0)
+            right, left = scaled(k_at, q_at, k_token, q_token, behind, local, half, sign, narrow, PTX)
+            right_tile = tile_of(right, SLAB)
+            a_part = tl.dot(right_tile, tl.trans(right_tile))
+            p_part = tl.dot(tile_of(left, SLAB), tl.trans(right_tile))
+            sign = tl.where(s % 2 == 0, -1.0, 1.0)
+            right, left = scaled(k_at, q_at, k_token, q_token, behind, local, pair, sign, narrow, PTX)
+            right_tile = tile_of(right, SLAB)
+            a_part = tl.where(same_half, tl.dot(right_tile, tl.trans(right_tile)), a_part)
+            p_part = tl.where(same_half, tl.dot(tile_of(left, SLAB), tl.trans(right_tile)), p_part)
+            k_left, q_left, right = (), (), ()
+            tl.debug_barrier()
+            for r in tl.static_range(16):
+                factor = exp2(local[r], PTX)
+                k_row = row_of(k_at, r, k_token, behind)
+                k_left = k_left + ((k_row * factor).to(narrow),)
+                q_left = q_left + ((row_of(q_at, r, q_token, behind) * factor).to(narrow),)
+                right = right + ((k_row * exp2(-local[r], PTX)).to(narrow),)
+            right_tile = tl.trans(tile_of(right, SLAB))
+            a += tl.where(same_block, tl.dot(tile_of(k_left, SLAB), right_tile), a_part)
+            p += tl.where(same_block, tl.dot(tile_of(q_left, SLAB), right_tile), p_part)
+
+            k_start, q_start, to_end = (), (), ()
+            tl.debug_barrier()
+            tl.store(decay + here * K + c + s * 0, exp2(start + rest, PTX), mask=(s == 0) & (c >= 0))
+            for r in tl.static_range(16):
+                factor = exp2(local[r] + start, PTX)
+                k_row = row_of(k_at, r, k_token, behind)
+                k_start = k_start + (k_row * factor,)
+                q_start = q_start + (row_of(q_at, r, q_token, behind) * factor,)
+                to_end = to_end + (k_row * exp2(rest - local[r], PTX),)
+            cells = here * (64 * K) + at[:, None] * K + c
+            tl.store(queries + cells, (tile_of(q_start, SLAB) * q_length[:, None]).to(narrow))
+            tl.store(keys + cells, (tile_of(k_start, SLAB) * k_length[:, None]).to(narrow))
+            tl.store(ends + cells, (tile_of(to_end, SLAB) * k_length[:, None]).to(narrow))
+
+        b_at = b + batch * b_batch + token * b_token + head + at * b_token
+        beta = tl.where(live, rate(tl.load(b_at, mask=live, other=0.0), RAW), 0.0)
         cells = i * 64 + j
-        a_at, t_at = lower + here * 4096, inverse + here * 4096
-        tl.store(a_at + cells, tl.where(i > j, a * beta[:, None], 0.0), mask=i // 16 >= j // 16)
-        tl.store(scores + here * 4096 + cells, tl.where(i >= j, p, 0.0).to(narrow))
-        tiles = at[:, None] * K + channels[None, :]
-        factor *= tl.exp2(by_block(start, K))
-        tl.store(queries + here * (64 * K) + tiles, (q_tile * factor).to(narrow))
-        to_end = k_tile * tl.exp2(by_block(rest, K) - local)
-        tl.store(ends + here * (64 * K) + tiles, to_end.to(narrow))
-        decayed = tl.exp2(tl.sum(tl.where(s[:, None] == 0, start + rest, 0.0), 0))
-        tl.store(decay + here * K + channels, decayed)
-
+        a = tl.where(i > j, a * (beta * k_length)[:, None] * k_length[None, :], 0.0)
+        p = tl.where(i >= j, p * q_length[:, None] * k_length[None, :], 0.0)
+        tl.store(inverse_at + cells, a, mask=i // 16 >= j // 16)
+        tl.store(scores + here * 4096 + cells, p.to(narrow))
         tl.debug_barrier()
-        invert_diagonal(a_at, t_at)
+        invert_diagonal(inverse_at)
         tl.debug_barrier()
-        merge(a_at, t_at, 0, 16)
-        merge(a_at, t_at, 32, 16)
+        merge(inverse_at, 0, 16)
+        merge(inverse_at, 32, 16)
         tl.debug_barrier()
-        merge(a_at, t_at, 0, 32)
+        merge(inverse_at, 0, 32)
         tl.debug_barrier()
-        solved = tl.load(t_at + cells, mask=i // 16 >= j // 16, other=0.0)
-        beta = tl.where(live, rate(tl.load(b_at + at * b_token, mask=live, other=0.0), RAW), 0.0)
-        solved = solved * beta[None, :]
-        v_at = v + batch * v_batch + token * v_token + head * V
-        v_tile = tl.load(v_at + at[:, None] * v_token + columns[None, :], mask=live[:, None], other=0.0)
-        u = times(tl.trans(v_tile), tl.trans(solved), narrow)
-        w = times(solved, k_tile * factor, narrow)
+        solved = tl.load(inverse_at + cells, mask=i // 16 >= j // 16, other=0.0)
+        beta = tl.where(live, rate(tl.load(b_at, mask=live, other=0.0), RAW), 0.0)
+        solved = (solved * beta[None, :]).to(narrow)
+        v_rows = v + batch * v_batch + token * v_token + head * V + at[:, None] * v_token
+        v_columns = tl.arange(0, V)
+        v_tile = tl.load(v_rows + v_columns[None, :], mask=live[:, None], other=0.0)
+        u = tl.dot(tl.trans(v_tile.to(narrow)), tl.trans(solved))
+        w = tl.dot(solved, tl.load(keys + here * (64 * K) + tiles))
         tl.debug_barrier()
-        tl.store(values + here * (64 * V) + columns[:, None] * 64 + at[None, :], u.to(narrow))
+        tl.store(values + here * (64 * V) + v_columns[:, None] * 64 + at[None, :], u.to(narrow))
         tl.store(keys + here * (64 * K) + tiles, (-w).to(narrow))

@@ -59,17 +59,17 @@ def start_of(state, slot, head, row, fresh, n, length, state_slot, state_head, K
     """Values `row` of a row's state, fp32; zero for a fresh row, and for one without tokens, which is nobody's."""
     channels = tl.arange(0, K)
     cells = row[:, None] * K + channels[None, :]
-    live = cells * 0 + length > 0
+    kept = length
     if FRESH:
-        live = live & (tl.load(fresh + n).to(tl.int32) == 0)
-    return tl.load(state + slot * state_slot + head * state_head + cells, mask=live, other=0.0)
+        kept = tl.where(tl.load(fresh + n) != 0, 0, length)
+    return tl.load(state + slot * state_slot + head * state_head + cells, mask=cells * 0 + kept > 0, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "chunks", "saves"])
 def kda_chunk_scan(
     q, k, v, f, b, a_log, dt_bias, state, slots, fresh, lengths, offsets, checkpoints, starts, values, keys, queries,
-    scores, ends, decay, out, q_batch, q_token, k_batch, k_token, v_batch, v_token, f_batch, f_token, b_batch, b_token,
-    state_slot, state_head, rows, tokens, chunks, saves, bound, q_scale, l2_eps,
+    scores, ends, decay, out, q_batch, k_batch, v_batch, f_batch, b_batch, state_slot, state_head, rows, tokens, chunks, saves, bound, q_scale, l2_eps,
+    q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, f_token: tl.constexpr, b_token: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, RAW: tl.constexpr, NORMED: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, FRESH: tl.constexpr,
     SAVES: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
@@ -116,7 +116,7 @@ def kda_chunk_scan(
         q_row = tl.load(q + batch * q_batch + token * q_token + head * K + channels).to(tl.float32)
         k_row = tl.reshape(unit(k_row[None, :], l2_eps, NORMED), [K])
         q_row = tl.reshape(unit(q_row[None, :], l2_eps, NORMED), [K]) * q_scale
-        s = s * tl.exp2(gate(f_at, head, channels, a_log, dt_bias, bound, K, RAW))[None, :]
+        s = s * tl.exp2(gate(f_at, head, channels, a_log, dt_bias, bound, K, RAW, False))[None, :]
         wanted = tl.load(v + batch * v_batch + token * v_token + head * V + row).to(tl.float32)
         beta = rate(tl.load(b + batch * b_batch + token * b_token + head), RAW)
         update = beta * (wanted - tl.sum(s * k_row[None, :], 1))
@@ -132,7 +132,7 @@ def kda_chunk_scan(
             tl.store(place, tl.zeros([TILE, 64], out.dtype.element_ty), mask=(dead + at < end)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
 def kda_chunk_groups(
     state, slots, fresh, lengths, offsets, summaries, starts, values, keys, ends, decay, state_slot, state_head,
     rows, tokens, chunks,
@@ -166,13 +166,14 @@ def kda_chunk_groups(
             tl.store(summaries + own * ((K + V) * K) + row[:, None] * K + channels[None, :], s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
 def kda_chunk_order(
     lengths, slots, offsets, summaries, starts, rows, tokens, chunks,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
-    LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, GROUPS: tl.constexpr,
+    LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (V / TILE, heads, rows). Starts of groups 1 and later: S <- S M + B, in TF32 of fp32 numbers."""
+    """Grid: (V / TILE, heads, rows). Starts of groups 1 and later: S <- S M + B. PRECISION: of fp32 products; TF32, where
+    there is such a thing, is finer than the bf16 states that made M."""
     n, head = tl.program_id(2), tl.program_id(1)
     row, channels = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, K)
     batch, first, length, end, base, slot = tokens_of(
@@ -186,6 +187,6 @@ def kda_chunk_order(
             before = summaries + ((n.to(tl.int64) * (GROUPS - 1) + group - 1) * HEADS + head) * ((K + V) * K)
             added = tl.load(before + K * K + cells)
             if group > 1:
-                added = tl.dot(s, tl.load(before + square), added, input_precision="tf32")
+                added = tl.dot(s, tl.load(before + square), added, input_precision=PRECISION)
             s = added
             tl.store(starts + ((n.to(tl.int64) * GROUPS + group) * HEADS + head) * (V * K) + cells, s)

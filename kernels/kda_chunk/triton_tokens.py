@@ -56,13 +56,33 @@ def tokens_of(
 
 
 @triton.jit
-def gate(f, head, channels, a_log, dt_bias, bound, SIZE: tl.constexpr, RAW: tl.constexpr):
+def exp2(x, PTX: tl.constexpr):
+    """2^x; below 2^-126 zero. In PTX one instruction, the compiler's own up to five."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def sigmoid(x, factor, PTX: tl.constexpr):
+    """Of x times a scalar factor."""
+    if PTX:
+        x = exp2(x * (factor * -LOG2_E), PTX) + 1.0
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.sigmoid(x * factor)
+
+
+@triton.jit
+def gate(f, head, channels, a_log, dt_bias, bound, SIZE: tl.constexpr, RAW: tl.constexpr, PTX: tl.constexpr):
     """log2 of the decay of values `f` of some channels of a head; their number is f's last dimension."""
     f = f.to(tl.float32)
     if RAW:
         f = f + tl.load(dt_bias + head * SIZE + channels)
-        f = tl.sigmoid(f * tl.exp(tl.load(a_log + head).to(tl.float32))) * bound
-    return f * LOG2_E
+        return sigmoid(f, tl.exp(tl.load(a_log + head).to(tl.float32)), PTX) * (bound * LOG2_E)
+    else:
+        return f * LOG2_E
 
 
 @triton.jit

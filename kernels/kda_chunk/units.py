@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.kda_chunk.launch import INPUTS, STRIDES, constants, row_block, shape_of
+from k3rewrite.kernels.kda_chunk.launch import BATCHES, constants, prologue_options, row_block, shape_of, token_strides
 from k3rewrite.kernels.kda_chunk.plan import Plan
 from k3rewrite.ops.kernel import TritonUnit
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _OTHERS = {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
-_BETWEEN = {name: "*bf16" for name in ("values", "keys", "queries", "scores", "ends")} | {
-    name: "*fp32" for name in ("decay", "lower", "inverse", "starts", "summaries")
-}
-_SIZES = ("rows", "tokens", "chunks", "saves", "state_slot", "state_head", *STRIDES)
+_BETWEEN = dict.fromkeys(("values", "keys", "queries", "scores", "ends"), "*bf16") | dict.fromkeys(
+    ("decay", "inverse", "starts", "summaries"), "*fp32"
+)
+_SIZES = ("rows", "tokens", "chunks", "saves", "state_slot", "state_head", *BATCHES)
 _NUMBERS = ("bound", "q_scale", "l2_eps")
 
 
@@ -29,25 +29,33 @@ def units_of(arguments: Mapping[str, Any], plan: Plan) -> list[TritonUnit]:
     flags = {"RAW": arguments["a_log"] is not None, "NORMED": arguments["l2_eps"] is None}
     fresh = {"FRESH": arguments["fresh"] is not None}
     saves = {"SAVES": arguments["checkpoints"] is not None}
-    groups = {"GROUPS": plan.groups}
+    groups, steps = {"GROUPS": plan.groups}, token_strides(arguments)
     rows = shape_of(dict(arguments))["rows"]
-    made = [
+    block = row_block(rows if isinstance(rows, int) else 1)
+    tile = {"ROWS": block, "SLAB": min(plan.slab, fixed["K"]), "PTX": plan.ptx}
+    made: list[tuple[Any, dict[str, Any], int, dict[str, Any]]] = [
         (
             triton_prologue.kda_chunk_prologue,
-            fixed | flags | {"ROWS": row_block(rows if isinstance(rows, int) else 1)},
+            fixed | flags | steps | tile,
             plan.prologue_warps,
+            prologue_options(plan),
         )
     ]
     if plan.groups > 1:
         tile = {"TILE": plan.tile, "STAGES": plan.group_stages}
-        made.append((triton_scan.kda_chunk_groups, fixed | fresh | groups | tile, plan.scan_warps))
-        made.append((triton_scan.kda_chunk_order, fixed | groups | {"TILE": plan.order_tile}, 4))
+        made.append((triton_scan.kda_chunk_groups, fixed | fresh | groups | tile, plan.scan_warps, {}))
+        order = {"TILE": plan.order_tile, "PRECISION": plan.order_precision}
+        made.append((triton_scan.kda_chunk_order, fixed | groups | order, 4, {}))
     tile = {"TILE": plan.tile, "STAGES": plan.scan_stages}
-    made.append((triton_scan.kda_chunk_scan, fixed | flags | fresh | saves | groups | tile, plan.scan_warps))
+    made.append(
+        (triton_scan.kda_chunk_scan, fixed | flags | fresh | steps | saves | groups | tile, plan.scan_warps, {})
+    )
     return [_unit(arguments, *each) for each in made]
 
 
-def _unit(arguments: Mapping[str, Any], function: Any, fixed: Mapping[str, Any], warps: int) -> TritonUnit:
+def _unit(
+    arguments: Mapping[str, Any], function: Any, fixed: Mapping[str, Any], warps: int, options: Mapping[str, Any]
+) -> TritonUnit:
     signature: dict[str, str] = {}
     constant = dict(fixed)
     for name in function.arg_names:
@@ -65,8 +73,9 @@ def _unit(arguments: Mapping[str, Any], function: Any, fixed: Mapping[str, Any],
             signature[name] = "*" + (NAMES.get(value.dtype) or _OTHERS[value.dtype])
         else:
             signature[name], constant[name] = "constexpr", None
-    views = {*INPUTS, *STRIDES}  # of one projection, at any offset
-    odd = {"rows", "tokens", "chunks", "saves", "bound", "q_scale", "l2_eps", "b_token", "b_batch"}
-    wide = {name for name in STRIDES if arguments[STRIDES[name][0]].stride(STRIDES[name][1]) % 16 == 0}
-    aligned = {name for name, kind in signature.items() if kind != "constexpr"} - odd - (views - set(INPUTS) - wide)
-    return TritonUnit(function, signature, constant, aligned=frozenset(aligned), num_warps=warps, num_stages=1)
+    odd = {"rows", "tokens", "chunks", "saves", *_NUMBERS, "b", "b_batch"}
+    odd |= {name for name in BATCHES if name in signature and arguments[name[0]].stride(0) % 16}
+    aligned = {name for name, kind in signature.items() if kind != "constexpr"} - odd
+    return TritonUnit(
+        function, signature, constant, aligned=frozenset(aligned), num_warps=warps, num_stages=1, options=options
+    )

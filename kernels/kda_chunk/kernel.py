@@ -1,0 +1,110 @@
+"""The Triton kernel of `k3::kda_chunk` as `select` and the emitter see it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.kda_chunk.launch import INPUTS, kda_chunk, shape_of
+from k3rewrite.kernels.kda_chunk.op import OP
+from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
+from k3rewrite.kernels.kda_chunk.units import NAMES, units_of
+from k3rewrite.ops.kernel import Kernel, TritonUnit
+from k3rewrite.targets import Target
+
+SIZES = (32, 64, 128)
+"""keys and values of a head"""
+LAUNCH_US, CHUNK_US = 3.0, 0.8
+"""of each launch; of one chunk of the scan, which takes them in order. Not measured."""
+_NARROW = ("q", "k", "v", "f", "b")
+_WIDE = ("a_log", "dt_bias", "state")
+_WHOLE = ("slots", "lengths", "offsets", "checkpoints")
+_FOLDER = Path(__file__).parent
+
+
+def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
+    """None, or why the Triton kernel does not take the call."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not target.is_gpu:
+        return f"target {target.name} runs the reference"
+    return _dtype_objection(arguments) or _shape_objection(arguments)
+
+
+def _dtype_objection(arguments: Mapping[str, Any]) -> str | None:
+    for names, dtypes in (
+        (_NARROW, (torch.bfloat16, torch.float16, torch.float32)),
+        (_WIDE, (torch.float32,)),
+        (_WHOLE, (torch.int32, torch.int64)),
+        (("fresh",), (torch.bool,)),
+    ):
+        for name in names:
+            tensor = arguments[name]
+            if tensor is not None and tensor.dtype not in dtypes:
+                return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+            if tensor is not None and not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
+                return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
+    if (arguments["a_log"] is None) != (arguments["dt_bias"] is None):
+        return "one of a_log and dt_bias is missing"
+    return None if arguments["out_dtype"] in NAMES else f"out_dtype is {arguments['out_dtype']}"
+
+
+def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
+    state, checkpoints = arguments["state"], arguments["checkpoints"]
+    heads, values, keys = state.shape[1:]
+    if not all(isinstance(n, int) for n in (heads, values, keys)):
+        return "heads or their sizes are symbolic"
+    if keys not in SIZES or values not in SIZES:
+        return f"heads of {values} values and {keys} keys; {', '.join(map(str, SIZES))} of each are taken"
+    if not same_size(state.stride(2), keys):
+        return "the state of a head does not lie in one piece"
+    for name in INPUTS:
+        tensor = arguments[name]
+        width = 1 if name == "b" else tensor.shape[3]
+        if not same_size(tensor.stride(2), width) or not isinstance(tensor.stride(1), int):
+            return f"the heads of a token of {name} do not lie side by side, or tokens lie a symbol apart"
+    if checkpoints is not None and not same_size(checkpoints.stride(0), checkpoints.shape[1]):
+        return "checkpoints do not lie in one piece"
+    return None
+
+
+def plan_of(arguments: Mapping[str, Any], target: Target) -> Plan:
+    """The plan of a call; a symbolic number of rows or tokens counts as one row of many."""
+    state, shape = arguments["state"], shape_of(dict(arguments))
+    rows, chunks = (n if isinstance(n, int) else 1 for n in (shape["rows"], shape["chunks"]))
+    return plan_for(rows, state.shape[1], state.shape[2], chunks, target.arch, target.compute_units)
+
+
+def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
+    return units_of(arguments, plan_of(arguments, target))
+
+
+def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
+    """Bytes at the target's bandwidth, or the chunks of a group one after another, and the launches."""
+    plan, shape = plan_of(arguments, target), shape_of(dict(arguments))
+    chunks = shape["chunks"] if isinstance(shape["chunks"], int) else 1
+    passes = 1 if plan.groups == 1 else 2
+    bandwidth = OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+    return max(bandwidth, passes * CHUNK_US * chunks / plan.groups) + 2 * passes * LAUNCH_US
+
+
+KERNELS = (
+    Kernel(
+        name="kda_chunk.triton",
+        op="kda_chunk",
+        language="triton",
+        accepts=accepts,
+        launch=kda_chunk,
+        units=_units,
+        cost_us=_cost_us,
+        sources=tuple(
+            _FOLDER / f"{name}.py"
+            for name in ("triton_prologue", "triton_scan", "triton_tokens", "launch", "plan", "form")
+        ),
+    ),
+)

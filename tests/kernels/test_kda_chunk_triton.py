@@ -1,0 +1,114 @@
+"""The Triton kernels of k3::kda_chunk without a GPU: interpreted against fp64, compiled for every target."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kda_chunk_cases import make_call
+
+from k3rewrite.emit import Provenance, emit_unit
+from k3rewrite.kernels.kda_chunk.kernel import KERNELS, plan_of
+from k3rewrite.kernels.kda_chunk.plan import Plan, groups_for, plan_for
+from k3rewrite.kernels.kda_chunk.units import units_of
+from k3rewrite.targets import load_target
+
+pytest.importorskip("triton")
+(KERNEL,) = KERNELS
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, Any]]:
+    script = Path(__file__).with_name("kda_chunk_interpreted.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) == 18
+    return results
+
+
+def test_near_fp64(interpreted: dict[str, dict[str, Any]]) -> None:
+    for name, found in interpreted.items():
+        if name != "prefixes":
+            assert found["out"] <= (5e-3 if name == "bf16 out" else 1e-6) and found["state"] <= 1e-6, name
+
+
+def test_nothing_else_is_touched(interpreted: dict[str, dict[str, Any]]) -> None:
+    for name, found in interpreted.items():
+        if name != "prefixes":
+            assert (found["dead"], found["untouched"]) == (0, 0) and found["inputs_kept"], name
+            assert found.get("in_place_same", True), name
+
+
+def test_later_gates_leave_earlier_outputs_bit_equal(interpreted: dict[str, dict[str, Any]]) -> None:
+    assert interpreted["prefixes"] == {"20": True, "47": True, "64": True, "80": True}
+
+
+REGISTERS = {"nvidia": 255, "amd": 512}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["mi355x", "mi325x", "h200", "b200"])
+def test_compiled_for_every_target(target: str, tmp_path: Path) -> None:
+    """One call with groups, so that all four functions are compiled: registers, spills and LDS."""
+    goal = load_target(target)
+    call = make_call([1024], 12, 128, slots=[1])
+    call = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    assert KERNEL.accepts(call, goal) is None
+    plan = replace(plan_of(call, goal), groups=4)
+    for unit in units_of(call, plan):
+        made = emit_unit(unit, goal, tmp_path, unit.symbol, Provenance("kda_chunk", KERNEL.name))
+        if made.object is None:
+            pytest.skip(made.skipped)
+        found = made.resources
+        assert found is not None and found.spills == 0, (unit.symbol, found)
+        assert found.registers <= REGISTERS[goal.vendor] and found.lds_bytes <= goal.lds_bytes_per_workgroup, (
+            unit.symbol
+        )
+
+
+def test_groups_only_where_compute_units_would_be_idle() -> None:
+    assert groups_for(24, 64, 132) == 5  # 12 heads in two tiles, 4K tokens: 120 of 132
+    assert groups_for(24, 256, 132) == 5
+    assert groups_for(24, 17, 132) == 4 and groups_for(24, 15, 132) == 1  # at least 4 chunks each, or none
+    assert groups_for(34, 256, 132) == 1 and groups_for(33, 256, 132) == 4  # none if fewer than 4
+    assert groups_for(96, 1024, 132) == 1  # four sequences
+    assert groups_for(1, 1024, 256) == 32 and groups_for(1, 100, 256) == 25  # at most 32
+    assert groups_for(0, 0, 132) == 1
+    assert [plan_for(1, 12, 128, 64, arch, units).groups for arch, units in (("sm_90", 132), ("gfx950", 256))] == [
+        5,
+        10,
+    ]
+    assert plan_for(1, 12, 128, 64, "sm_90", 132).ptx and not plan_for(1, 12, 128, 64, "gfx950", 256).ptx
+    assert plan_for(1, 12, 32, 64, "sm_90", 132).tile == 32 and isinstance(plan_for(0, 12, 32, 0, "cpu", 1), Plan)
+
+
+def test_what_it_does_not_take() -> None:
+    h200, call = load_target("h200"), make_call([70, 3], 2, 32, slots=[1, 2])
+    assert KERNEL.accepts(call, h200) is None and KERNEL.cost_us(call, h200) > 0
+    assert KERNEL.accepts(call, load_target("cpu")) == "target cpu runs the reference"
+    for change, reason in (
+        ({"state": call["state"].double()}, "state is float64"),
+        ({"a_log": None}, "one of a_log and dt_bias is missing"),
+        ({"state": torch.zeros(4, 2, 24, 32)}, "heads of 24 values and 32 keys"),
+        ({"state": call["state"].transpose(2, 3)}, "not contiguous"),
+        ({"state": torch.zeros(4, 2, 32, 64)[..., :32]}, "does not lie in one piece"),
+        ({"slots": call["slots"].to(torch.int16)}, "slots is int16"),
+        (
+            {"q": call["q"].transpose(1, 2).contiguous().transpose(1, 2)},
+            "heads of a token of q do not lie side by side",
+        ),
+        ({"out_dtype": torch.float64}, "out_dtype is torch.float64"),
+        ({"checkpoints": torch.zeros(2, 4, dtype=torch.int32)[:, :1]}, "checkpoints do not lie in one piece"),
+    ):
+        assert reason in str(KERNEL.accepts(call | change, h200)), change
