@@ -33,8 +33,8 @@ def make_call(chunk_kda: Callable[..., Any], call: dict[str, Any]) -> Callable[[
     def run() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             out, last = chunk_kda(
-                **inputs, g=call["f"], beta=call["b"], A_log=call["a_log"], dt_bias=call["dt_bias"], initial_state=first,
-                output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                **inputs, g=call["f"], beta=call["b"], A_log=call["a_log"], dt_bias=call["dt_bias"],
+                initial_state=first, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
                 use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=call["bound"], state_v_first=True,
                 disable_recompute=False,
             )  # fmt: skip

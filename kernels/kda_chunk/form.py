@@ -77,9 +77,11 @@ def padded_rows(x: Tensor, offsets: Tensor) -> Tensor:
 
 def packed_rows(x: Tensor, offsets: Tensor) -> Tensor:
     """The way back: [N, T, ...] -> [1, T, ...], zero for tokens of nobody."""
+    if x.shape[0] == 0:
+        return x.new_zeros(1, *x.shape[1:])
     tokens = torch.arange(x.shape[1], device=x.device)
     row = torch.searchsorted(offsets[1:].contiguous(), tokens.to(offsets.dtype), right=True)
     owned = row < x.shape[0]
-    row = row.clamp(max=max(0, x.shape[0] - 1))
+    row = row.clamp(max=x.shape[0] - 1)
     line = x[row, tokens - offsets[row]]
     return line.masked_fill(~owned.view(-1, *[1] * (x.dim() - 2)), 0).unsqueeze(0)

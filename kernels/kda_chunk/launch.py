@@ -58,7 +58,7 @@ def prologue_options(plan: Plan) -> dict[str, Any]:
 
 
 class Between:
-    """What the launches hand on, [chunks, heads, ...], and where A and T lie, in the place of the values if they fit there."""
+    """What the launches hand on, [chunks, heads, ...]; A and T lie in the place of the values, if they fit."""
 
     def __init__(self, numbers: int, heads: int, keys: int, values: int, device: torch.device) -> None:
         narrow = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter has no bf16 products
@@ -136,7 +136,7 @@ def _launch(arguments: dict[str, Any], out: Tensor, plan: Plan | None) -> None:
     checkpoints = arguments["checkpoints"]
     triton_scan.kda_chunk_scan[(values // plan.tile, heads, rows * plan.groups)](
         *inputs, state, slots, arguments["fresh"], lengths, offsets, checkpoints, starts, *results, out, *strides,
-        *pool, *extents, 0 if checkpoints is None else checkpoints.shape[1], *numbers, **fixed, **flags, **fresh, **steps,
-        TILE=plan.tile, SAVES=checkpoints is not None, GROUPS=plan.groups, STAGES=plan.scan_stages,
+        *pool, *extents, 0 if checkpoints is None else checkpoints.shape[1], *numbers, **fixed, **flags, **fresh,
+        **steps, TILE=plan.tile, SAVES=checkpoints is not None, GROUPS=plan.groups, STAGES=plan.scan_stages,
         num_warps=plan.scan_warps, **common,
     )  # fmt: skip

@@ -117,7 +117,7 @@ def _cost(
     checkpoints: Tensor | None, null_slot: bool, bound: float, q_scale: float, l2_eps: float | None,
     out_dtype: torch.dtype,
 ) -> Cost:  # fmt: skip
-    """Two launches. What goes between them, 4.5 tiles of a chunk, is written and read; only the rows' own states are."""
+    """Two launches. Between them go 4.5 tiles of every chunk. Of the states only the rows' own are touched."""
     count = q.shape[0] if offsets is None else offsets.shape[0] - 1
     rows = tensor_bytes(state[:1]) * int(count)
     saved = tensor_bytes(checkpoints) // max(1, checkpoints.element_size()) * tensor_bytes(state[:1]) if (

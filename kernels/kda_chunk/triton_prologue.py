@@ -15,10 +15,10 @@ i's block if j is in the one before, in the same 32; else to row 32. So no facto
 blocks do not exceed 1, and none that counts for row i depends on a token later than i. Each kind is one product of 64
 by 64, of which only the fields of that kind are taken.
 
-The inverse. A and T are fp32. The diagonal blocks are inverted by substitution, a column of T in a thread: rows of A are
-read as numbers, so that there is neither a reduction nor a barrier in it. Larger blocks are put together from smaller
-ones, T₂₁ = -T₂₂ (A₂₁ T₁₁), in fp32 without TF32. Between these steps A and T lie in memory that is overwritten with
-the results later on, and so never leaves the L2.
+The inverse. A and T are fp32. The diagonal blocks are inverted by substitution, a column of T in a thread: rows of A
+are read as numbers, so that there is neither a reduction nor a barrier in it. Larger blocks are put together from
+smaller ones, T₂₁ = -T₂₂ (A₂₁ T₁₁), in fp32 without TF32. Between these steps A and T lie in memory that is overwritten
+with the results later on, and so stays in the L2.
 
 Roundings. Operands of products are bf16. The inverse is rounded when it is finished.
 """
@@ -149,7 +149,7 @@ def kda_chunk_prologue(
     """Grid: (heads, numbers of chunks). `inverse`: fp32 [chunks, heads, 64, 64], which may lie in `values`."""
     head, number = tl.program_id(0), tl.program_id(1)
     row, chunk = row_of_chunk(number, offsets, rows, chunks, PACKED, ROWS)
-    batch, first, length, end, base, slot = tokens_of(
+    batch, first, length, _end, _base, _slot = tokens_of(
         row, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL
     )
     skipped = chunk * 64

@@ -68,7 +68,8 @@ def start_of(state, slot, head, row, fresh, n, length, state_slot, state_head, K
 @triton.jit(do_not_specialize=["rows", "tokens", "chunks", "saves"])
 def kda_chunk_scan(
     q, k, v, f, b, a_log, dt_bias, state, slots, fresh, lengths, offsets, checkpoints, starts, values, keys, queries,
-    scores, ends, decay, out, q_batch, k_batch, v_batch, f_batch, b_batch, state_slot, state_head, rows, tokens, chunks, saves, bound, q_scale, l2_eps,
+    scores, ends, decay, out, q_batch, k_batch, v_batch, f_batch, b_batch, state_slot, state_head, rows, tokens,
+    chunks, saves, bound, q_scale, l2_eps,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, f_token: tl.constexpr, b_token: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, RAW: tl.constexpr, NORMED: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, FRESH: tl.constexpr,
@@ -145,7 +146,7 @@ def kda_chunk_groups(
     n, group, head = tl.program_id(2) // (GROUPS - 1), tl.program_id(2) % (GROUPS - 1), tl.program_id(1)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     transform = (tl.program_id(0) * TILE) < K
-    batch, first, length, end, base, slot = tokens_of(
+    _batch, _first, length, _end, base, slot = tokens_of(
         n, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL
     )
     begin, behind = group_of(length, group, GROUPS)
@@ -172,11 +173,11 @@ def kda_chunk_order(
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
     LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (V / TILE, heads, rows). Starts of groups 1 and later: S <- S M + B. PRECISION: of fp32 products; TF32, where
-    there is such a thing, is finer than the bf16 states that made M."""
+    """Grid: (V / TILE, heads, rows). Starts of groups 1 and later: S <- S M + B. PRECISION: of fp32 products; TF32,
+    where there is such a thing, is finer than the bf16 states that made M."""
     n, head = tl.program_id(2), tl.program_id(1)
     row, channels = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, K)
-    batch, first, length, end, base, slot = tokens_of(
+    _batch, _first, length, _end, _base, _slot = tokens_of(
         n, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL
     )
     cells, square = row[:, None] * K + channels[None, :], channels[:, None] * K + channels[None, :]

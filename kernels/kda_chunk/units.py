@@ -1,4 +1,4 @@
-"""What to compile ahead of time for a call of `k3::kda_chunk`: the Triton functions of its plan, with their signatures."""
+"""What to compile ahead of time for a call of `k3::kda_chunk`: the functions of its plan, with their signatures."""
 
 from __future__ import annotations
 

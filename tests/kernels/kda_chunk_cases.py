@@ -21,7 +21,7 @@ def make_call(
     normed: bool = False, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16,
     bias: float | None = None, seed: int = 0, device: str = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
-    """`width`: tokens of a line, with more than rows have; `bias`: of all decays; `fresh` rows have NaN in their slot."""
+    """`width`: tokens of a line, with those of nobody; `bias`: of all decays; `fresh` rows have NaN in their slot."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, of: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of k3::kda_chunk on a GPU against fp64: lengths, groups, nearly parallel keys, states, a captured graph."""
+"""The kernels of k3::kda_chunk on a GPU against fp64: lengths, groups, nearly parallel keys, states, a graph."""
 
 from __future__ import annotations
 
