@@ -74,9 +74,9 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
         table[:, 1], table, past,
     )  # fmt: skip
     prompt = [make(count, 70, 3, WIDTH).to(BF16) for _ in range(4)]
-    tokens = [make(1, 70, 3, WIDTH) for _ in range(4)]
+    joined = [make(1, 70, 3, WIDTH) for _ in range(4)]
     offsets, marks = torch.arange(0, 9 * count + 1, 9)[: count + 1], torch.zeros(count, 1, dtype=torch.int32)
-    shared = (torch.randn(3), torch.randn(24), pools[1], slots - 1)
+    gates = (torch.randn(3), torch.randn(24), pools[1], slots - 1)
     normed = {"mix_dtype": BF16, "scale_dtype": FP32, **mixed}
     return {
         "rms_norm": [(x, w, EPS, *_norm()), (x.float(), None, EPS, FP32, FP32, FP32), (x, None, EPS, FP32, FP32, BF16)],
@@ -145,11 +145,11 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (*verify, ends, False, -5.0, 0.25, 1e-6, 1e-5, "silu", BF16, FP32),
         ],
         "kda_chunk": [
-            (*prompt, prompt[0].sum(-1), *shared, slots > 1, slots, None, marks, True, -5.0, 0.3, 1e-6, BF16),
+            (*prompt, prompt[0].sum(-1), *gates, slots > 1, slots, None, marks, True, -5.0, 0.3, 1e-6, BF16),
             (
-                *tokens[:3],
-                -tokens[3].sigmoid(),
-                tokens[0].sum(-1).sigmoid(),
+                *joined[:3],
+                -joined[3].sigmoid(),
+                joined[0].sum(-1).sigmoid(),
                 None,
                 None,
                 pools[1],
@@ -167,7 +167,7 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
             (
                 *prompt,
                 prompt[0].sum(-1),
-                *shared[:2],
+                *gates[:2],
                 pools[0],
                 None,
                 None,
