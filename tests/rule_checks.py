@@ -31,7 +31,7 @@ def check_example(rule: Rule, example: Example) -> frozenset[str]:
     apply_rule(rule, rewritten.module, report, allow_changes_rounding=True)
     eliminate_dead_code(rewritten.module.graph)
     rewritten.module.graph.lint()
-    assert report.matched == example.sites, [m.reason for m in report.missed]
+    assert report.matched == example.sites, [m.reason for m in [*report.missed, *report.refused]]
     exactly = all(site.policy == Policy.EXACT.value for site in report.sites)
     eager = DecisionInterpreter(captured.module, wide=False)
     old = eager.run_on(real)

@@ -1,0 +1,161 @@
+"""Which input of a region over chunks is what, found by running it: what it computes is compared with `k3::kda_chunk`.
+
+    region(a, b, c, g, beta, state) in fp64, on small random inputs
+    k3::kda_chunk(q, k, v, g, beta, state) in fp64, for each order of a, b, c     -> the one that gives the same
+
+The scale of q is a factor of the result, so it is read off. A region that is nothing of this kind agrees with no order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from k3rewrite._torch_private import no_modes
+from k3rewrite.checks.precise import DecisionInterpreter
+from k3rewrite.kernels.kda_chunk.op import LOWEST_BOUND, kda_chunk
+from k3rewrite.passes.chunk_region import NotFound, Region
+
+CLOSE = 1e-8
+"""relative difference of fp64 results in another order of summation; a wrong order of inputs is off by about 1"""
+MOST_ELEMENTS = 1 << 24
+"""of q: beyond, running a region takes more memory than a compilation should, and it is left alone"""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Places of q, k and v among the rows of a region, what q is multiplied with inside, and whether states are values
+    by keys."""
+
+    q: int
+    k: int
+    v: int
+    q_scale: float
+    keys_last: bool
+
+
+def find_roles(region: Region) -> Roles | None:
+    """None if the region computes something else. Raises NotFound if it is too large to be run."""
+    if region.gates.meta["val"].numel() > MOST_ELEMENTS:
+        raise NotFound(
+            f"{region.gates.meta['val'].numel()} gates are too many to find out by running what they are for"
+        )
+    with no_modes():  # the backend works under AOTAutograd's fake mode
+        values = draw(region)
+        kept = [region.out, *([] if region.new_state is None else [region.new_state])]
+        run = DecisionInterpreter(_module(region.inputs, region.nodes, kept), wide=True)
+        results = run.run_on([value.clone() for value in values])
+        for roles, (out, state) in _candidates(region, values):
+            if (scale := _factor(results[0], out)) is None:
+                continue
+            if state is None or region.new_state is None or _close(results[1], state):
+                return Roles(*roles[:3], scale, roles[3])
+    return None
+
+
+def _candidates(
+    region: Region, values: Sequence[Tensor]
+) -> Iterator[tuple[tuple[int, int, int, bool], tuple[Tensor, Tensor | None]]]:
+    """Results of the op for each order of the rows and of a state's dimensions that shapes leave open."""
+    gates, rows, rates = values[0], values[1:4], values[4]
+    sizes, batch = region.sizes, gates.shape[0]
+    for q, k, v in itertools.permutations(range(3)):
+        if rows[q].shape[3] != sizes.keys or rows[k].shape[3] != sizes.keys:
+            continue
+        width = rows[v].shape[3]
+        for keys_last in (True, False):
+            given = values[5] if region.state is not None else torch.zeros(
+                (batch, sizes.heads, *((width, sizes.keys) if keys_last else (sizes.keys, width))), dtype=torch.float64,
+                device=gates.device,
+            )  # fmt: skip
+            start = given if keys_last else given.transpose(2, 3)
+            if start.shape[2:] != (width, sizes.keys):
+                continue
+            out, state = kda_chunk(
+                rows[q], rows[k], rows[v], gates, rates, None, None, start, None, None, None, None, None, False,
+                LOWEST_BOUND, 1.0, None, torch.float64,
+            )  # fmt: skip
+            yield (q, k, v, keys_last), (out, state if keys_last else state.transpose(2, 3))
+
+
+def draw(region: Region, seed: int = 0) -> list[Tensor]:
+    """Values that any input may have: rows of less than unit length, gates below zero, rates between 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    short = region.sizes.keys**-0.5
+
+    def uniform(node: Node, low: float, high: float) -> Tensor:
+        value = torch.rand(node.meta["val"].shape, generator=generator, dtype=torch.float64)
+        return (value * (high - low) + low).to(node.meta["val"].device)
+
+    drawn = [uniform(region.gates, -0.2, -0.01)]
+    drawn += [uniform(row, -0.5 * short, short) for row in region.rows]
+    drawn.append(uniform(region.rates, 0.1, 0.9))
+    if region.state is not None:
+        drawn.append(uniform(region.state, -1.0, 1.0))
+    return drawn
+
+
+def constants(region: Region) -> dict[Node, Tensor]:
+    """Values of what the region reads beside its inputs."""
+    known = {*region.inputs, *region.nodes}
+    read = dict.fromkeys(i for node in region.nodes for i in node.all_input_nodes if i not in known)
+    with no_modes():
+        return dict(zip(read, _module((), (), read)(), strict=True))
+
+
+def _module(inputs: Iterable[Node], nodes: Iterable[Node], results: Iterable[Node]) -> GraphModule:
+    """The nodes, with constants that they and others read, as a module of the inputs."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
+
+    def copied(node: Node) -> Node:
+        if node not in copies:
+            for above in node.all_input_nodes:
+                copied(above)
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+        return copies[node]
+
+    for node in nodes:
+        copied(node)
+    graph.output(tuple(copied(node) for node in results))
+    return GraphModule({}, graph)
+
+
+def _factor(result: Tensor, expected: Tensor) -> float | None:
+    """f with result = f times expected; None if there is none."""
+    if result.shape != expected.shape:
+        return None
+    norm = float(expected.square().sum())
+    factor = float((result * expected).sum()) / norm if norm else 0.0
+    # what differs in the last places is the order of summation
+    return float(f"{factor:.12g}") if factor and _close(result, expected * factor) else None
+
+
+def _close(result: Tensor, expected: Tensor) -> bool:
+    if result.shape != expected.shape:
+        return False
+    return float((result - expected).norm()) <= CLOSE * float(expected.norm())
+
+
+def signature(region: Region) -> str:
+    """Equal for regions that compute the same of their inputs: nodes in order, by target and arguments."""
+    numbers = {node: i for i, node in enumerate((*region.inputs, *region.nodes))}
+
+    def told(node: Node) -> Any:
+        if node in numbers:
+            return f"%{numbers[node]}"
+        return str(node.target), map_arg((node.args, node.kwargs), told)
+
+    shapes = [tuple(node.meta["val"].shape) for node in region.inputs]
+    calls = [(str(node.target), map_arg((node.args, node.kwargs), told)) for node in region.nodes]
+    return repr((shapes, calls, told(region.out), None if region.new_state is None else told(region.new_state)))
