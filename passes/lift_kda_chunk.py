@@ -125,13 +125,13 @@ class LiftKdaChunk(Rule):
         )
 
     def counterexamples(self) -> Sequence[CounterExample]:
-        def unbounded(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def unbounded(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, ...]:
             return _chunks(q, k, v, -torch.nn.functional.softplus(f), torch.sigmoid(b), state)
 
-        def lower(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        def lower(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, ...]:
             return _chunks(q, k, v, torch.sigmoid(f) * -8.0, torch.sigmoid(b), state)
 
-        def undecayed(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        def undecayed(*inputs: Tensor) -> tuple[Tensor, ...]:
             return _bounded(*inputs, decayed_keys=False)
 
         def kept(*inputs: Tensor) -> tuple[Tensor, ...]:
