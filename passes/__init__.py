@@ -11,11 +11,13 @@ from types import MappingProxyType
 from k3rewrite.passes.canonicalise import CanonicalisePass
 from k3rewrite.passes.fuse_attn_res_norm import FuseAttnResNormPass
 from k3rewrite.passes.fuse_block_write import FuseBlockWritePass
+from k3rewrite.passes.fuse_kda_chunk import FuseKdaChunkPass
 from k3rewrite.passes.fuse_kda_decode import FuseKdaDecodePass
 from k3rewrite.passes.fuse_kda_verify import FuseKdaVerifyPass
 from k3rewrite.passes.lift_attn_res import LiftAttnResPass
 from k3rewrite.passes.lift_conv_verify import LiftConvVerifyPass
 from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNormPass
+from k3rewrite.passes.lift_kda_chunk import LiftKdaChunkPass
 from k3rewrite.passes.lift_kda_step import LiftKdaStepPass
 from k3rewrite.passes.lift_kda_window import LiftKdaWindowPass
 from k3rewrite.passes.lift_l2_norm import LiftL2NormPass
@@ -42,6 +44,7 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     LiftKdaStepPass,
     LiftKdaWindowPass,
     LiftStateSlotsPass,
+    LiftKdaChunkPass,
     LiftRoutePass,
     LiftMoePass,
     LiftMlpPass,
@@ -51,6 +54,7 @@ ALL_PASSES: tuple[type[Pass], ...] = (
     WarpDecodeMoePass,
     FuseKdaDecodePass,
     FuseKdaVerifyPass,
+    FuseKdaChunkPass,
     MergeProjectionsPass,
     StackWeightsPass,
     SelectPass,
