@@ -105,7 +105,7 @@ def test_check(cli: CommandLine) -> None:
     result = cli.run("check", "p.yaml")
     assert result.exit_code == 0
     assert result.stdout == (
-        "p.yaml: fine (22 passes, 1 with an expectation, target auto, extends pass_configs/base.yaml)\n"
+        "p.yaml: fine (24 passes, 1 with an expectation, target auto, extends pass_configs/base.yaml)\n"
     )
     assert cli.run("check", "kimi-k3-prefill").exit_code == 0
 

@@ -147,9 +147,11 @@ def test_its_pipeline_without_changes_of_rounding(tmp_path: Path) -> None:
     path.write_text(_block("How far it goes", "yaml"))
     allowed = [p.name for p in load_pipeline("default", known_passes=PASSES).passes
                if p.options.get("allow_changes_rounding")]  # fmt: skip
-    assert allowed == ["fuse_attn_res_norm", "warp_decode_moe", "fuse_kda_decode", "fuse_kda_verify"]
+    fusions = ["fuse_attn_res_norm", "warp_decode_moe", "fuse_kda_decode", "fuse_kda_verify"]
+    assert allowed == ["lift_kda_chunk", *fusions]
     own = {p.name: p.options for p in load_pipeline(path, known_passes=PASSES).passes}
-    for name in allowed:
+    assert own["lift_kda_chunk"] == {"allow_changes_rounding": False}
+    for name in fusions:
         assert own[name] == {"roundings": "model", "allow_changes_rounding": False}
 
 

@@ -33,3 +33,5 @@ def test_kimi_k3_says_how_many_fusions_it_expects() -> None:
         assert passes["fuse_kda_decode"].expect == steps.get(name)
         windows = {"kimi-k3-decode": "== 0", "kimi-k3-verify": "== n_kda_layers", "kimi-k3-prefill": "== 0"}
         assert passes["fuse_kda_verify"].expect == windows.get(name)
+        prompts = "== n_kda_layers" if name == "kimi-k3-prefill" else None
+        assert passes["fuse_kda_chunk"].expect == prompts
