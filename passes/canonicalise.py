@@ -200,6 +200,32 @@ class FoldScatteredCopy(Rule):
         return (CounterExample("a cast on the way", cast, _fp32, "casts"),)
 
 
+class FoldWholeSlice(Rule):
+    """A slice from the begin to the end, which a symbolic size leaves in the graph: x[:, 1:] of a batch."""
+
+    name = "fold_whole_slice"
+    policy = Policy.EXACT
+    anchors = OPERATORS["slice"]
+    pattern = call("slice", Var("x"), Anything(), 0, Anything("end"), name="anchor")
+    reach = 0
+
+    def is_site(self, node: Node) -> bool:
+        value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+        return isinstance(value, Tensor) and same_sizes(value.shape, node.meta["val"].shape)
+
+    def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
+        return {"root": match["x"]}
+
+    def examples(self) -> Sequence[Example]:
+        return (Example("all of it", lambda x: _aten.slice(x + 1, 0, 0, 2**63 - 1) * 2, _fp32),)
+
+    def counterexamples(self) -> Sequence[CounterExample]:
+        def stepped(x: Tensor) -> Tensor:
+            return _aten.slice(x[:1] + 1, 0, 0, 2**63 - 1, 2) * 2
+
+        return (CounterExample("a step, of one row", stepped, _fp32, "expected"),)
+
+
 class FoldWholeScatter(Rule):
     """A value that is written into the only slot there is: nothing is left of what was there."""
 
@@ -318,4 +344,4 @@ class CanonicalisePass(RulePass):
         merge_equal(module.graph, report)
 
     def rules(self) -> tuple[Rule, ...]:
-        return (FoldCasts(), FoldCopy(), FoldOpenMask(), FoldScatteredCopy(), FoldWholeScatter())
+        return (FoldCasts(), FoldCopy(), FoldOpenMask(), FoldScatteredCopy(), FoldWholeSlice(), FoldWholeScatter())

@@ -124,9 +124,9 @@ class FuseKdaDecode(Rule):
             k3.kda_decode.default, match["qkv"], _close(as_rows(match["f"], (channels,), builder), builder),
             _close(as_rows(match["b"], (heads,), builder), builder), as_rows(match["gate"], (heads, size), builder),
             match["conv_weight"], a_log, _flat(match["dt_bias"], builder), match["norm_weight"], lines, states,
-            match["slots"], match["null_slot"], match["columns"], None if bound is None else float(bound),
-            q_scale, match["q_eps"], match["norm_eps"], match["activation"], self._inner(match),
-            match["out_dtype"],
+            _close(match["slots"], builder), match["null_slot"], match["columns"],
+            None if bound is None else float(bound), q_scale, match["q_eps"], match["norm_eps"], match["activation"],
+            self._inner(match), match["out_dtype"],
         )  # fmt: skip
         y, shape = builder.item(node, 0), match.root.meta["val"].shape
         new = {
@@ -176,10 +176,17 @@ def _dtype(match: Match, name: str) -> torch.dtype:
     return dtype
 
 
-def _close(node: Node, builder: Builder) -> Node:
-    """A few numbers of each row, next to each other: kernels load them so."""
-    if same_size(node.meta["val"].stride(-1), 1):
+def _close(node: Any, builder: Builder) -> Any:
+    """A few numbers of each row, next to each other: kernels load them so. All layers read one copy of the slots."""
+    if not isinstance(node, Node) or same_size(node.meta["val"].stride(-1), 1):
         return node
+    for copied in node.users:
+        if (
+            copied.target is aten.clone.default
+            and copied < builder.before
+            and same_size(copied.meta["val"].stride(-1), 1)
+        ):
+            return copied
     return builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 

@@ -238,11 +238,11 @@ def _with_moved(match: Match) -> Match:
             continue
         arguments, value = bound_arguments(user), user.meta["val"]
         length, start = window.meta["val"].shape[dim], arguments["start"] or 0
-        if not isinstance(start, int) or not isinstance(length, int):
-            continue  # a symbolic size: no window of taps
+        if not isinstance(start, int):
+            continue
         at = start if start >= 0 else length + start
         along = arguments["dim"] % value.dim() == dim % value.dim()
-        if along and arguments["step"] == 1 and at == 1 and same_size(value.shape[dim], length - 1):
+        if along and arguments["step"] == 1 and same_size(at, 1) and same_size(value.shape[dim], length - 1):
             reading = list(user.users)
             copied = [u for u in reading if u.target is aten.copy.default and u.args[0] is match["line"]]
             moved = reading[0] if len(reading) == 1 and copied else user

@@ -84,7 +84,7 @@ class Builder:
     """Makes the nodes of a replacement: values are computed on fake tensors, metadata is inherited."""
 
     def __init__(self, graph: Graph, before: Node, sources: Sequence[Node], origin: str) -> None:
-        self._graph, self._before, self._sources, self._origin = graph, before, sources, origin
+        self._graph, self.before, self._sources, self._origin = graph, before, sources, origin
         self.made: list[Node] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -94,7 +94,7 @@ class Builder:
         that computes it: the graph would hold the number that it was traced with.
         """
         _refuse_raw_sizes(target, (args, kwargs))
-        with self._graph.inserting_before(self._before):
+        with self._graph.inserting_before(self.before):
             node = self._graph.call_function(target, args, kwargs)
         self.made.append(node)
         node.meta["val"] = target(*node_value(args), **node_value(kwargs))
@@ -103,7 +103,7 @@ class Builder:
 
     def item(self, node: Node, index: int) -> Node:
         """Result `index` of a call with several results."""
-        with self._graph.inserting_before(self._before):
+        with self._graph.inserting_before(self.before):
             item = self._graph.call_function(operator.getitem, (node, index))
         self.made.append(item)
         item.meta["val"] = node.meta["val"][index]

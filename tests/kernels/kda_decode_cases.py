@@ -16,10 +16,11 @@ POOLS = ("conv_state", "state")
 def make_call(
     slots: list[int] | None, heads: int, size: int, *, rows: int = 0, spare: int = 0, null_slot: bool = True,
     inner: torch.dtype = torch.float32, dtype: torch.dtype = torch.bfloat16, ids: torch.dtype = torch.int64,
-    activation: str = "sigmoid", bound: float | None = -5.0, per_head: bool = False, foreign: bool = False,
+    activation: str = "sigmoid", bound: float | None = -5.0, per_head: bool = False, foreign: bool = False, strided: bool = False,
     seed: int = 0, device: str = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
-    """`foreign`: weights in `dtype`, states of keys by values and lines of channels by columns, as transformers has."""
+    """`foreign`: weights in `dtype`, states of keys by values and lines of channels by columns, as transformers has.
+    `strided`: pools are every second part of larger ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
@@ -42,6 +43,8 @@ def make_call(
     if foreign:
         call |= {name: call[name].to(dtype) for name in ("conv_weight", "a_log", "dt_bias", "norm_weight")}
         call |= {name: call[name].mT.contiguous().mT for name in POOLS}
+    if strided:
+        call |= {name: torch.stack([call[name], call[name]], 1)[:, 0] for name in POOLS}
     if slots is not None:
         call["slots"] = torch.tensor(slots, dtype=ids, device=device)
         if null_slot:  # what a null row and slot 0 hold goes nowhere

@@ -6,7 +6,7 @@ import json
 import sys
 
 import torch
-from kda_decode_cases import errors, make_call
+from kda_decode_cases import POOLS, errors, make_call
 
 from k3rewrite.kernels.kda_decode.launch import kda_decode
 
@@ -22,6 +22,8 @@ CASES = {
     "a bounded decay of each head": make_call([2, 1], 2, 16, per_head=True, dtype=torch.float32),
     "as transformers lays it out": make_call(None, 2, 16, rows=3, null_slot=False, bound=None, foreign=True, spare=1),
     "by slot, keys by values": make_call([3, 0, 1], 2, 16, foreign=True),
+    "strided pools": make_call([3, 0, 1], 2, 16, strided=True, spare=1),
+    "fewer slots than rows": make_call([1, 0, 2, 0, 0, -1, 0], 1, 16),
     "nobody": make_call([0, 0], 1, 16),
     "no row": make_call([], 2, 16),
 }
@@ -31,7 +33,9 @@ for name, call in CASES.items():
     before = {n: v.clone() for n, v in call.items() if isinstance(v, torch.Tensor)}
     results = kda_decode(**call)
     kept = all(torch.equal(call[n].nan_to_num(7.0), v.nan_to_num(7.0)) for n, v in before.items())
-    own = call | {n: call[n].clone() for n in ("conv_state", "state")}
+    own = call | {n: torch.empty_strided(call[n].shape, call[n].stride(), dtype=call[n].dtype) for n in POOLS}
+    for pool in POOLS:
+        own[pool].copy_(call[pool])
     out = kda_decode(**own, in_place=True)
     pairs = [(out, results[0]), (own["conv_state"], results[1]), (own["state"], results[2])]
     same = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)

@@ -34,7 +34,7 @@ def interpreted() -> dict[str, dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 13
+    assert len(results) == 15
     return results
 
 
