@@ -24,7 +24,7 @@ from torch import Tensor
 
 from k3rewrite.kernels.conv_verify.op import conv_verify
 from k3rewrite.kernels.devices import device_facts
-from k3rewrite.kernels.kda_verify import launch
+from k3rewrite.kernels.kda_verify import hip_kernel, launch
 from k3rewrite.kernels.kda_verify.op import OP
 from k3rewrite.kernels.kda_verify.op import kda_verify as reference
 from k3rewrite.kernels.kda_verify.tiles import PUBLISHED, Tile, tile_for
@@ -38,6 +38,10 @@ TILES = (
     Tile(4, 1, 8), Tile(4, 1), Tile(8, 1, 8), Tile(8, 1), Tile(8, 2, 8), Tile(8, 2), Tile(16, 2), Tile(16, 4, 8),
     Tile(16, 4), Tile(32, 4, 8), Tile(32, 4), Tile(32, 8),
 )  # fmt: skip
+LAYOUTS = [
+    hip_kernel.Layout(split, waves, dependent=True)
+    for split, waves in [(8, 4), (4, 4), (4, 8), (2, 8), (2, 16), (1, 8), (1, 16)]
+]
 Calls = list[dict[str, Any]]
 Call = Callable[[int], Tensor]
 Make = Callable[[Calls], Call]
@@ -75,6 +79,15 @@ def make_calls(heads: int, sequences: int, tokens: int, sets: int) -> Calls:
 def whole(calls: Calls, tile: Tile | None = None) -> Call:
     def call(i: int) -> Tensor:
         result = launch.kda_verify(**calls[i], in_place=True, tile=tile)
+        assert isinstance(result, Tensor)
+        return result
+
+    return call
+
+
+def whole_by_hip(calls: Calls, layout: hip_kernel.Layout | None = None) -> Call:
+    def call(i: int) -> Tensor:
+        result = hip_kernel.kda_verify(**calls[i], in_place=True, layout=layout)
         assert isinstance(result, Tensor)
         return result
 
@@ -172,12 +185,15 @@ def variants(peers: dict[str, Any], sweep: bool) -> Iterator[tuple[str, bool, Ma
     if sweep:
         for tile in TILES:
             yield f"recurrence, {tile}", False, functools.partial(recurrence, tile=tile)
+        for layout in LAYOUTS:
+            yield f"window, {layout}", True, functools.partial(whole_by_hip, layout=layout)
         return
     yield "ours: recurrence", False, recurrence
     if peers:
         yield "FLA: recurrence", False, functools.partial(fla_recurrence, peers)
     yield "ours, wide tiles: recurrence", False, functools.partial(recurrence, tile=PUBLISHED.wide)
     yield "ours: window", True, whole
+    yield "ours, HIP source: window", True, whole_by_hip
     if peers:
         yield "FLA: recurrence, norm", True, functools.partial(fla_with_norm, peers)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of `k3::kda_verify` as `select` and the emitter see them."""
+"""The kernels of `k3::kda_verify` as `select` and the emitter see them: Triton, and HIP C++."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.headers import HEADERS
+from k3rewrite.kernels.kda_verify import hip_kernel
 from k3rewrite.kernels.kda_verify.launch import (
     CLOSE_POINTERS,
     CLOSE_STRIDES,
@@ -40,6 +42,14 @@ def accepts(arguments: Mapping[str, Any], target: Target) -> str | None:
     """None, or why the Triton kernels do not take the call."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    return _objection(arguments, target)
+
+
+def _accepts_hip(arguments: Mapping[str, Any], target: Target) -> str | None:
+    return _objection(arguments, target) or hip_kernel.objection(arguments, target)
+
+
+def _objection(arguments: Mapping[str, Any], target: Target) -> str | None:
     if not target.is_gpu:
         return f"target {target.name} runs the reference"
     for name in dict.fromkeys((*TILE_POINTERS, *CLOSE_POINTERS)):
@@ -139,6 +149,11 @@ def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
     return FLOOR_US + OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
 
 
+def _cost_us_of_hip(arguments: Mapping[str, Any], target: Target) -> float:
+    """Behind Triton's until it is measured."""
+    return 1.01 * _cost_us(arguments, target)
+
+
 def _paths(arguments: Mapping[str, Any], target: Target) -> str:
     tiles = tiles_of(arguments["state"].shape[3], target.arch)
     widths = ", ".join(f"{tile.width} ({tile.waves} waves)" for tile in tiles)
@@ -159,5 +174,15 @@ KERNELS = (
             _FOLDER.parent / "triton_math.py",
         ),
         paths=_paths,
+    ),
+    Kernel(
+        name="kda_verify.hip",
+        op="kda_verify",
+        language="hip",
+        accepts=_accepts_hip,
+        launch=hip_kernel.kda_verify,
+        units=hip_kernel.units,
+        cost_us=_cost_us_of_hip,
+        sources=(hip_kernel.PATH, _FOLDER / "hip_kernel.py", *HEADERS),
     ),
 )

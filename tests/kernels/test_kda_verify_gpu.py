@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kda_verify_cases import POOLS, errors, make_call
 
+from k3rewrite.kernels.kda_verify import hip_kernel
+from k3rewrite.kernels.kda_verify.hip_kernel import Layout
 from k3rewrite.kernels.kda_verify.launch import kda_verify
 from k3rewrite.kernels.kda_verify.tiles import Tile
 
@@ -50,15 +54,43 @@ def test_windows_of_several_lengths(tile: Tile | None, null_slot: bool) -> None:
     assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
 
 
-def test_many_windows_of_a_captured_graph() -> None:
+@pytest.mark.parametrize(("heads", "rows", "layout"), [
+    (12, 1, None), (12, 3, None), (12, 32, None), (96, 1, None), (12, 2, Layout(8, 4, True)), (12, 2, Layout(4, 4, True)),
+    (12, 2, Layout(2, 16, True)), (12, 2, Layout(1, 16, True)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_the_hip_source(heads: int, rows: int, layout: Layout | None, tokens: int) -> None:
+    if layout is not None and layout.split > 1 and torch.version.hip:
+        pytest.skip("AMD has no clusters")
+    null = (rows - 1,) if rows > 1 else ()
+    for inner, lengths in ((torch.float32, None), (torch.bfloat16, [1 + row % tokens for row in range(rows)])):
+        call = make_call(
+            accepted(rows, tokens),
+            tokens,
+            heads,
+            128,
+            null=null,
+            by_tap=False,
+            inner=inner,
+            lengths=lengths,
+            device="cuda",
+        )
+        found = errors(hip_kernel.kda_verify(**call, layout=layout), call)
+        assert found["out"] <= (NARROW if inner is torch.float32 else FULL), lengths
+        assert found["state"] <= (1e-4 if inner is torch.float32 else 1e-2), lengths
+        assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0), lengths
+
+
+@pytest.mark.parametrize("run", [kda_verify, hip_kernel.kda_verify], ids=["triton", "hip"])
+def test_many_windows_of_a_captured_graph(run: Any) -> None:
     """Captured once; each replay reads the tables and columns of its step. Null rows come and go."""
-    call = make_call([2, 4, 1], 4, 12, 128, device="cuda")
+    call = make_call([2, 4, 1], 4, 12, 128, by_tap=False, device="cuda")
     held = {name: call[name].clone() for name in POOLS}
     eager = {name: value.clone() for name, value in held.items()}
-    kda_verify(**call | {name: value.clone() for name, value in held.items()}, in_place=True)
+    run(**call | {name: value.clone() for name, value in held.items()}, in_place=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kda_verify(**call | held, in_place=True)
+        out = run(**call | held, in_place=True)
     tables = call["table"].clone()
     for order, offsets in (([0, 1, 2], [3, 0, 2]), ([2, 0, 1], [0, 1, 3]), ([1, 2, 0], [2, 2, 1])):
         table = tables[torch.tensor(order, device="cuda")]
@@ -69,7 +101,7 @@ def test_many_windows_of_a_captured_graph() -> None:
         call["history"].copy_(offset + torch.arange(3, device="cuda"))
         graph.replay()
         now = call | {name: value.clone() for name, value in eager.items()}
-        expected = kda_verify(**call | eager, in_place=True)
+        expected = run(**call | eager, in_place=True)
         assert torch.equal(out, expected)
         assert all(torch.equal(held[n].nan_to_num(7.0), eager[n].nan_to_num(7.0)) for n in POOLS)
         found = errors((out, held["conv_state"], held["state"]), now)
