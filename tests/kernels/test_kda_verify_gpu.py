@@ -55,8 +55,8 @@ def test_windows_of_several_lengths(tile: Tile | None, null_slot: bool) -> None:
 
 
 @pytest.mark.parametrize(("heads", "rows", "layout"), [
-    (12, 1, None), (12, 3, None), (12, 32, None), (96, 1, None), (12, 2, Layout(8, 4, True)), (12, 2, Layout(4, 4, True)),
-    (12, 2, Layout(2, 16, True)), (12, 2, Layout(1, 16, True)),
+    (12, 1, None), (12, 3, None), (12, 32, None), (96, 1, None), (12, 2, Layout(8, 4, True)),
+    (12, 2, Layout(4, 4, True)), (12, 2, Layout(2, 16, True)), (12, 2, Layout(1, 16, True)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_the_hip_source(heads: int, rows: int, layout: Layout | None, tokens: int) -> None:
