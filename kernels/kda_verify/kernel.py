@@ -102,18 +102,17 @@ def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]
         tiles: tuple[Tile, ...] = (tile_for(heads, size, target.arch, target.compute_units, target.wave_size),)
     else:
         tiles = tiles_of(size, target.arch)
-    scalars = dict.fromkeys(("bound", "q_scale", "l2_eps"), "fp32")
+    scalars, read = dict.fromkeys(("bound", "q_scale", "l2_eps"), "fp32"), {"read": torch.float32}
     made = [
-        _unit(kernels.kda_verify_tile, arguments, constants(arguments, tile), TILE_POINTERS, {"read": torch.float32},
+        _unit(kernels.kda_verify_tile, arguments, constants(arguments, tile, target.arch), TILE_POINTERS, read,
               TILE_STRIDES, scalars, tile.waves)
         for tile in tiles
     ]  # fmt: skip
-    written = {"read": torch.float32, "out": arguments["out_dtype"]}
-    return [
-        *made,
-        _unit(kernels.kda_verify_close, arguments, constants(arguments, None), CLOSE_POINTERS, written, CLOSE_STRIDES,
-              {"norm_eps": "fp32"}, CLOSE_WARPS),
-    ]  # fmt: skip
+    close = _unit(
+        kernels.kda_verify_close, arguments, constants(arguments, None, target.arch), CLOSE_POINTERS,
+        read | {"out": arguments["out_dtype"]}, CLOSE_STRIDES, {"norm_eps": "fp32"}, CLOSE_WARPS,
+    )  # fmt: skip
+    return [*made, close]
 
 
 def _unit(

@@ -30,14 +30,17 @@ TILE_STRIDES = {name: of for name, of in _STRIDES.items() if name not in _GATE}
 CLOSE_STRIDES = {name: of for name, of in _STRIDES.items() if name[:2] not in ("f_", "b_", "st", "we")}
 CLOSE_WARPS = 4
 """not measured"""
+DEPENDENT_ARCHS = ("sm_90", "sm_100")
+"""where a launch may overlap the end of the kernel before it"""
 
 
-def constants(arguments: Mapping[str, Any], tile: Tile | None) -> dict[str, Any]:
+def constants(arguments: Mapping[str, Any], tile: Tile | None, arch: str) -> dict[str, Any]:
     """What a call's kernels are compiled for: the tiles', or without a tile those of the closing one."""
     state, lengths = arguments["state"], arguments["lengths"]
     tokens = arguments["table"].shape[1]
     common = {"HEADS": state.shape[1], "SIZE": state.shape[3], "TOKENS": tokens,
-              "RAGGED": lengths is not None, "NULL": arguments["null_slot"]}  # fmt: skip
+              "RAGGED": lengths is not None, "NULL": arguments["null_slot"],
+              "PDL": arch in DEPENDENT_ARCHS}  # fmt: skip
     inner = NAMES[arguments["inner_dtype"]]
     if tile is None:
         return common | {"SILU": arguments["activation"] == "silu", "INNER": inner}
@@ -48,13 +51,13 @@ def recur(arguments: Mapping[str, Any], read: Tensor, tile: Tile) -> None:
     """The first launch: states are stored, `read` [B, N, H, V] in the state's dtype is written."""
     from k3rewrite.kernels.kda_verify import triton as kernels
 
-    state = arguments["state"]
+    state, arch = arguments["state"], device_facts(read.device)[0]
     grid = (arguments["table"].shape[0] * state.shape[1] * (state.shape[2] // tile.width),)
     kernels.kda_verify_tile[grid](
         *(arguments[name] for name in TILE_POINTERS), read,
         *(arguments[name].stride(dim) for name, dim in TILE_STRIDES.values()),
         arguments["bound"], arguments["q_scale"], arguments["l2_eps"],
-        **constants(arguments, tile), num_warps=tile.waves, num_stages=1, enable_fp_fusion=True,
+        **constants(arguments, tile, arch), **_options(arch), num_warps=tile.waves,
     )  # fmt: skip
 
 
@@ -62,11 +65,17 @@ def close(arguments: Mapping[str, Any], read: Tensor, out: Tensor) -> None:
     """The second launch: the output norm, and the line."""
     from k3rewrite.kernels.kda_verify import triton as kernels
 
+    arch = device_facts(read.device)[0]
     kernels.kda_verify_close[(arguments["table"].shape[0], arguments["state"].shape[1])](
         *(arguments[name] for name in CLOSE_POINTERS), read, out,
         *(arguments[name].stride(dim) for name, dim in CLOSE_STRIDES.values()), arguments["norm_eps"],
-        **constants(arguments, None), num_warps=CLOSE_WARPS, num_stages=1, enable_fp_fusion=True,
+        **constants(arguments, None, arch), **_options(arch), num_warps=CLOSE_WARPS,
     )  # fmt: skip
+
+
+def _options(arch: str) -> dict[str, Any]:
+    dependent = {"launch_pdl": arch in DEPENDENT_ARCHS} if arch.startswith("sm_") else {}
+    return {"num_stages": 1, "enable_fp_fusion": True, **dependent}
 
 
 def kda_verify(

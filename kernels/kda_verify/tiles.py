@@ -45,7 +45,7 @@ class TileRule:
         return replace(self.wide, width=min(self.wide.width, size))
 
 
-PUBLISHED = TileRule(((Tile(4, 1, ahead=8), 192), (Tile(8, 1, ahead=4), 384)), Tile(32, 4))
+PUBLISHED = TileRule(((Tile(4, 1, ahead=4), 192), (Tile(8, 1, ahead=4), 384)), Tile(32, 4))
 """published on gfx950, in lanes a compute unit"""
 RULES: Mapping[str, TileRule] = MappingProxyType({})
 """architecture -> its own, where this project has measured it"""

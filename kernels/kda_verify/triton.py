@@ -38,9 +38,11 @@ def taps_of(weight, channels, channel, tap):
 
 
 @triton.jit
-def columns_of(line, c0, c1, c2, channels):
+def columns_of(line, c0, c1, c2, channels, live):
     """The three past inputs of some channels."""
-    x0, x1, x2 = tl.load(line + c0 + channels), tl.load(line + c1 + channels), tl.load(line + c2 + channels)
+    x0 = tl.load(line + c0 + channels, mask=live, other=0.0)
+    x1 = tl.load(line + c1 + channels, mask=live, other=0.0)
+    x2 = tl.load(line + c2 + channels, mask=live, other=0.0)
     return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32)
 
 
@@ -86,24 +88,31 @@ def kda_verify_tile(
     qkv_row, qkv_token, f_row, f_token, b_row, b_token, conv_slot, conv_column, state_slot, state_head, table_row,
     history_row, weight_channel, weight_tap, bound, q_scale, l2_eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
-    RAGGED: tl.constexpr, NULL: tl.constexpr, INNER: tl.constexpr,
+    RAGGED: tl.constexpr, NULL: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences x heads x tiles of WIDTH values. `read` [B, N, H, V] gets what the recurrence gives."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = SIZE // WIDTH
     pid = tl.program_id(0)
     tile, head, row = pid % TILES, pid // TILES % HEADS, (pid // (TILES * HEADS)).to(tl.int64)
     first: tl.constexpr = 1 if NULL else 0  # slots from here on are somebody's
-    line_slot = tl.load(table + row * table_row).to(tl.int64)
-    if line_slot < first:
-        return
-    begin = tl.load(start + row).to(tl.int64)
-    count = TOKENS
-    if RAGGED:
-        count = tl.minimum(tl.load(lengths + row).to(tl.int32), TOKENS)
-
     inside, values = tl.arange(0, SIZE), tile * WIDTH + tl.arange(0, WIDTH)
     q_at, k_at = head * SIZE + inside, (HEADS + head) * SIZE + inside
     v_at = (2 * HEADS + head) * SIZE + values
+    bias, speed = tl.load(dt_bias + q_at), tl.exp(tl.load(a_log + head))
+    qw0, qw1, qw2, qw3 = taps_of(conv_weight, q_at, weight_channel, weight_tap)
+    kw0, kw1, kw2, kw3 = taps_of(conv_weight, k_at, weight_channel, weight_tap)
+    vw0, vw1, vw2, vw3 = taps_of(conv_weight, v_at, weight_channel, weight_tap)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # weights were there before; what follows may come from the kernel before
+
+    slots, past = table + row * table_row, history + row * history_row
+    begin, own = tl.load(start + row).to(tl.int64), tl.load(slots).to(tl.int64)
+    c0, c1, c2 = tl.load(past) * conv_column, tl.load(past + 1) * conv_column, tl.load(past + 2) * conv_column
+    count = TOKENS
+    if RAGGED:
+        count = tl.minimum(tl.load(lengths + row).to(tl.int32), TOKENS)
     x, moved, rates = qkv + row * qkv_row, f + row * f_row, b + row * b_row + head
     xq, xk, xv, xf, xb = inputs_of(x, moved, rates, q_at, k_at, v_at, count, RAGGED)
     raw = (xq, xk, xv, xf, xb)
@@ -113,20 +122,14 @@ def kda_verify_tile(
                 x + i * qkv_token, moved + i * f_token, rates + i * b_token, q_at, k_at, v_at, 1, RAGGED
             )
             raw += (xq, xk, xv, xf, xb)
-
+    begin = tl.where(own >= first, begin, -1)  # a row of nobody reads none, whatever it holds
     cells = values[:, None] * SIZE + inside[None, :]
-    pool = state + head * state_head
+    pool, line = state + head * state_head, conv_state + own * conv_slot
     rows = tl.load(pool + begin * state_slot + cells, mask=cells * 0 + begin >= first, other=0.0)
-    bias, speed = tl.load(dt_bias + q_at), tl.exp(tl.load(a_log + head))
-    qw0, qw1, qw2, qw3 = taps_of(conv_weight, q_at, weight_channel, weight_tap)
-    kw0, kw1, kw2, kw3 = taps_of(conv_weight, k_at, weight_channel, weight_tap)
-    vw0, vw1, vw2, vw3 = taps_of(conv_weight, v_at, weight_channel, weight_tap)
-    past, line = history + row * history_row, conv_state + line_slot * conv_slot
-    c0, c1, c2 = tl.load(past) * conv_column, tl.load(past + 1) * conv_column, tl.load(past + 2) * conv_column
-    q0, q1, q2 = columns_of(line, c0, c1, c2, q_at)
-    k0, k1, k2 = columns_of(line, c0, c1, c2, k_at)
-    v0, v1, v2 = columns_of(line, c0, c1, c2, v_at)
-    slots, out = table + row * table_row, read + (row * TOKENS * HEADS + head) * SIZE + values
+    q0, q1, q2 = columns_of(line, c0, c1, c2, q_at, q_at * 0 + own >= first)
+    k0, k1, k2 = columns_of(line, c0, c1, c2, k_at, q_at * 0 + own >= first)
+    v0, v1, v2 = columns_of(line, c0, c1, c2, v_at, v_at * 0 + own >= first)
+    out = read + (row * TOKENS * HEADS + head) * SIZE + values
 
     if not AHEAD:
         for i in range(count):
@@ -135,7 +138,7 @@ def kda_verify_tile(
                 x + later * qkv_token, moved + later * f_token, rates + later * b_token, q_at, k_at, v_at,
                 count - later, True,
             )  # fmt: skip
-            place = tl.load(slots + i).to(tl.int64)
+            place = tl.where(own >= first, tl.load(slots + i).to(tl.int64), -1)
             q = convolved(qw0, qw1, qw2, qw3, q0, q1, q2, xq, INNER)
             k = convolved(kw0, kw1, kw2, kw3, k0, k1, k2, xk, INNER)
             v = convolved(vw0, vw1, vw2, vw3, v0, v1, v2, xv, INNER)
@@ -155,7 +158,7 @@ def kda_verify_tile(
             v = convolved(vw0, vw1, vw2, vw3, v0, v1, v2, xv, INNER)
             q, k = q * (unit(q, l2_eps) * q_scale), k * unit(k, l2_eps)
             decay, rate = gates_of(raw[5 * i + 3], raw[5 * i + 4], bias, speed, bound)
-            ready += (q, k, v, decay, rate, tl.load(slots + i).to(tl.int64))
+            ready += (q, k, v, decay, rate, tl.where(own >= first, tl.load(slots + i).to(tl.int64), -1))
             q0, q1, q2, k0, k1, k2, v0, v1, v2 = q1, q2, xq, k1, k2, xk, v1, v2, xv
         for i in tl.static_range(TOKENS):
             rows, seen = stepped(
@@ -171,9 +174,12 @@ def kda_verify_close(
     qkv, gate, norm_weight, conv_state, table, history, lengths, read, out, qkv_row, qkv_token, gate_row, gate_token,
     gate_head, conv_slot, conv_column, table_row, history_row, norm_eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr, NULL: tl.constexpr,
-    SILU: tl.constexpr, INNER: tl.constexpr,
+    SILU: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences, heads)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first: tl.constexpr = 1 if NULL else 0
     place = tl.load(table + row * table_row).to(tl.int64)
