@@ -17,8 +17,10 @@ from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 HEADS, SIZE = 4, 128
-OUT, STATE, STRESS = 1e-2, 4e-3, 5e-2
-"""relative, root mean square; operands of products are bf16, whose roundings are 2e-3"""
+OUT, STATE, STRESS = 1e-2, 6e-3, 5e-2
+"""Relative, root mean square. Rounding to bf16 is 1.7e-3, and five rounded operands stand one behind the other: that
+makes 5.1e-3 of an output and 4.3e-3 of a state, if all other arithmetic is exact. Measured on an H200, 4,096 tokens:
+4.7e-3 and 3.8e-3; of flash-linear-attention's kernels 4.9e-3 and 4.1e-3. Nearly parallel keys: 2.4e-2 and 2.2e-2."""
 
 
 def plan(groups: int = 1) -> Plan:
@@ -85,8 +87,8 @@ def test_checkpoints(groups: int) -> None:
     check(with_table, plan(groups))
     out, state = kda_chunk(**with_table, plan=plan(groups))
     assert torch.equal(state[5], state[2])  # the end of the row
-    resumed = {name: call[name][:1, 1088:] for name in BY_TOKEN}
-    own = call | resumed | {"state": state, "slots": call["slots"][:1] * 0 + 4, "lengths": None}
+    own = call | {name: call[name][:1, 1088:] for name in BY_TOKEN} | {"state": state, "checkpoints": table[:1] * 0}
+    own |= {"slots": call["slots"][:1] * 0 + 4, "lengths": call["lengths"][:1] * 0 + 12}
     again, end = kda_chunk(**own, plan=plan())
     assert relative(again.double(), out[:1, 1088:].double()) <= (0 if groups == 1 else OUT)
     assert relative(end[4].double(), state[1].double()) <= (0 if groups == 1 else STATE)

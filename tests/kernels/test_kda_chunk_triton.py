@@ -71,7 +71,10 @@ def test_compiled_for_every_target(target: str, tmp_path: Path) -> None:
         if made.object is None:
             pytest.skip(made.skipped)
         found = made.resources
-        assert found is not None and found.spills == 0, (unit.symbol, found)
+        assert found is not None, unit.symbol
+        bounded = "maxnreg" in unit.options  # two programs of the prologue an SM, and spills in the L1
+        assert found.spills <= (200 if bounded else 0), (unit.symbol, found)
+        assert not bounded or (found.occupancy is not None and found.occupancy.workgroups_per_cu == 2), found
         assert found.registers <= REGISTERS[goal.vendor] and found.lds_bytes <= goal.lds_bytes_per_workgroup, (
             unit.symbol
         )
