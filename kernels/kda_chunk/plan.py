@@ -29,8 +29,8 @@ class Plan:
     slab: int = 128
     """channels that the prologue takes at a time"""
     prologue_registers: int = 0
-    """NVIDIA: upper bound of registers a thread of the prologue; 0: none. With 128 two programs fit an SM, which is worth
-    more than the registers that spill then: 3 % on an H200."""
+    """NVIDIA: upper bound of registers a thread of the prologue; 0: none. With 128 two programs fit an SM, which is
+    worth more than the registers that spill then: 3 % on an H200."""
     order_tile: int = 16
     order_precision: str = "ieee"
     """of products of fp32 numbers: "tf32" where the target has it"""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from k3rewrite.targets.lds import lds_use
 from k3rewrite.targets.target import Target
 
 
@@ -59,10 +60,7 @@ def _by_scalars(target: Target, scalars: int, waves: int) -> int:
 
 
 def _by_lds(target: Target, asked: int) -> int:
-    if asked > target.lds_bytes_per_workgroup:
-        return 0
-    allocated = target.allocated_lds(asked)
-    return target.lds_bytes_per_cu // allocated if allocated else target.max_waves_per_cu
+    return lds_use(target, asked).workgroups_per_cu if asked <= target.lds_bytes_per_workgroup else 0
 
 
 def _rounded(value: int, granularity: int) -> int:

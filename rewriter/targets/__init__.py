@@ -8,7 +8,17 @@ The shipped files stand in `pass_configs/targets/`; `k3rewrite.targets.target` s
 """
 
 from k3rewrite.targets.detect import detect_target, machine_arch
+from k3rewrite.targets.lds import LdsUse, lds_use, most_lds
 from k3rewrite.targets.load import known_targets, load_target
 from k3rewrite.targets.target import Target
 
-__all__ = ["Target", "detect_target", "known_targets", "load_target", "machine_arch"]
+__all__ = [
+    "LdsUse",
+    "Target",
+    "detect_target",
+    "known_targets",
+    "lds_use",
+    "load_target",
+    "machine_arch",
+    "most_lds",
+]
