@@ -16,8 +16,8 @@ POOLS = ("conv_state", "state")
 def make_call(
     slots: list[int] | None, heads: int, size: int, *, rows: int = 0, spare: int = 0, null_slot: bool = True,
     inner: torch.dtype = torch.float32, dtype: torch.dtype = torch.bfloat16, ids: torch.dtype = torch.int64,
-    activation: str = "sigmoid", bound: float | None = -5.0, per_head: bool = False, foreign: bool = False, strided: bool = False,
-    seed: int = 0, device: str = "cpu",
+    activation: str = "sigmoid", bound: float | None = -5.0, per_head: bool = False, foreign: bool = False,
+    strided: bool = False, seed: int = 0, device: str = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
     """`foreign`: weights in `dtype`, states of keys by values and lines of channels by columns, as transformers has.
     `strided`: pools are every second part of larger ones."""
