@@ -59,3 +59,31 @@ def test_a_graph_with_changed_slots() -> None:
         expected = kda_decode(**call | eager, in_place=True)
         assert torch.equal(out, expected)
         assert all(torch.equal(held[n].nan_to_num(7.0), eager[n].nan_to_num(7.0)) for n in held)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"bound": None},
+        {"bound": None, "per_head": True, "activation": "silu"},
+        {"bound": None, "foreign": True, "spare": 1},
+        {"foreign": True, "dtype": torch.float32},
+        {"strided": True, "spare": 3},
+    ],
+    ids=["no bound", "a decay of each head", "as transformers lays it out", "the same in fp32", "strided pools"],
+)
+@pytest.mark.parametrize(("heads", "rows"), [(12, 1), (32, 5)])
+def test_forms_of_other_models(form: dict[str, Any], heads: int, rows: int) -> None:
+    slots = [0 if i % 5 == 4 else i + 1 for i in range(rows)][::-1]
+    call = make_call(slots, heads, 128, device="cuda", **form)
+    found = errors(kda_decode(**call), call)
+    assert found["out"] <= 4e-3 and found["state"] <= 1e-2
+    assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(12, 1), (96, 8)])
+def test_the_hip_source_without_a_bound(heads: int, rows: int) -> None:
+    call = make_call([*range(1, rows + 1)], heads, 128, bound=None, device="cuda")
+    found = errors(hip_kernel.kda_decode(**call), call)
+    assert found["out"] <= 4e-3 and found["state"] <= 1e-2
+    assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
