@@ -24,6 +24,7 @@ from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the ops that are built
 from k3rewrite.graph.arguments import bound_arguments
+from k3rewrite.graph.shapes import same_sizes
 from k3rewrite.passes.moe.ranges import Ranges
 from k3rewrite.passes.windows import (
     Put,
@@ -102,6 +103,7 @@ class LiftKdaWindow(Rule):
         found = (
             ("tokens in another order", {"order": (0, 2, 1)}, "not the next of its window"),
             ("one token left out", {"order": (0, 1)}, "of a window of 3 tokens, 2 are"),
+            ("keys of a longer window", {"longer": True}, "of a window of 6 tokens, 3 are"),
             ("outputs in another order", {"outputs": (1, 0, 2)}, "outputs are not put together"),
             ("states in another order", {"states": (1, 0, 2)}, "states are not put together"),
             ("null rows start from slot 0", {"start": False}, "one without the other"),
@@ -166,9 +168,9 @@ def _read(first: Node) -> Match:
             whole = _token(arguments[name], index)
             if bindings.setdefault(name, whole) is not whole:
                 raise Unlike(f"{name} is not the next of its window", step)
-    count = bindings["q"].meta["val"].shape[1]
-    if count != len(steps):
-        raise Unlike(f"of a window of {count} tokens, {len(steps)} are stepped through", steps[-1])
+    for name in _TOKEN:
+        if (count := bindings[name].meta["val"].shape[1]) != len(steps):
+            raise Unlike(f"of a window of {count} tokens, {len(steps)} are stepped through", bindings[name])
     news = [_only(_items(step, 1), "the new state", step) for step in steps]
     outs = [_only(_items(step, 0), "the output", step) for step in steps]
     out, put_in = _stacked(outs, "outputs"), _stacked(news, "states")
@@ -177,6 +179,9 @@ def _read(first: Node) -> Match:
     gather = rows if mask is None else mask.args[0]
     pool, start, table = _pool(gather, put)
     inside = {*steps, *news, *outs, out, put_in, gather, *put.nodes} | ({mask} if mask is not None else set())
+    shape = bindings["q"].meta["val"].shape[:2]
+    if not same_sizes(table.meta["val"].shape, shape) or not same_sizes(start.meta["val"].shape, shape[:1]):
+        raise Unlike("start and table are not one slot for each sequence and each token", table)
     bindings |= {"pool": pool, "start": start, "table": table, "out": out, "states": put.node}
     if mask is not None or put.where is not None:
         silent = _null_masks(mask, put, out, pool, start, table)
@@ -229,9 +234,11 @@ def _window(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, table: Tensor, pool: Tensor, accepted: Tensor, *,
     order: tuple[int, ...] | None = None, outputs: tuple[int, ...] | None = None,
     states: tuple[int, ...] | None = None, start: bool = True, keep: bool = True, silent: bool = True, least: int = 0,
+    longer: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As Kimi K3 writes a window; what a counterexample does otherwise by name."""
     null = start or keep or silent
+    k = torch.cat([k, k], 1) if longer else k
     dead = table[:, :1] <= least
     dead_slots = (table <= least) | dead
     at = table.masked_fill(dead_slots, 0) if null else table

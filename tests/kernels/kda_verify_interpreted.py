@@ -36,4 +36,24 @@ for name, (call, tile) in CASES.items():
     pairs = [(out, results[0]), (own["conv_state"], results[1]), (own["state"], results[2])]
     same = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
     found[name] = errors(results, call) | {"inputs_kept": kept, "in_place_same": same}
+
+# Pools that are every second slot of something larger: what is written is there, and nothing between.
+call = make_call([2, 1], 2, 2, 16)
+expected = kda_verify(**call, tile=Tile(4, 1, ahead=8))
+wide = {
+    n: torch.full((2 * len(call[n]), *call[n].shape[1:]), 7.0, dtype=call[n].dtype) for n in ("conv_state", "state")
+}
+own = {n: value[::2].copy_(call[n]) for n, value in wide.items()}
+out = kda_verify(**call | own, in_place=True, tile=Tile(4, 1, ahead=8))
+pairs = [(out, expected[0]), (own["conv_state"], expected[1]), (own["state"], expected[2])]
+found["strided pools"] = {
+    "same": all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs),
+    "between": all(bool((value[1::2] == 7).all()) for value in wide.values()),
+}
+
+# Fewer slots than rows: rows of nobody need none.
+call = make_call([2, 1, 1, 2], 2, 2, 16, null=(1, 2, 3))
+call["table"][0], call["start"][0] = torch.tensor([2, 1]), 1
+call |= {n: call[n][:3].clone() for n in ("conv_state", "state")}
+found["three slots for four rows"] = errors(kda_verify(**call, tile=Tile(4, 1)), call)
 sys.stdout.write(json.dumps(found) + "\n")
