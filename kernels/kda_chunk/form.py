@@ -32,7 +32,7 @@ def delta_chunks(
         return v.flatten(2, 3).transpose(1, 2), [state]
     total = g.cumsum(3)
     decayed = torch.exp(total)
-    keys, queries = _scores(q, k, total)
+    keys, queries = score_parts(q, k, total)
     system = (beta * keys).tril(-1) + torch.eye(CHUNK, dtype=q.dtype, device=q.device)
     right = torch.cat([beta * v, beta * k * decayed], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -55,7 +55,7 @@ def _chunks(x: Tensor) -> Tensor:
     return x.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
 
 
-def _scores(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def score_parts(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_c k_i k_j E_ij and Σ_c q_i k_j E_ij, both [..., C, C], for j up to the end of i's block; zero behind it."""
     keys, queries = [], []
     for first in range(0, CHUNK, BLOCK):

@@ -1,4 +1,4 @@
-"""The Triton kernel of `k3::kda_chunk` as `select` and the emitter see it."""
+"""The kernels of `k3::kda_chunk` as `select` and the emitter see them: Triton, and for gfx950 a prologue in HIP C++."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.headers import HEADERS
+from k3rewrite.kernels.kda_chunk import hip_kernel
 from k3rewrite.kernels.kda_chunk.launch import INPUTS, kda_chunk, shape_of
 from k3rewrite.kernels.kda_chunk.op import OP
 from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
 from k3rewrite.kernels.kda_chunk.units import NAMES, units_of
-from k3rewrite.ops.kernel import Kernel, TritonUnit
+from k3rewrite.ops.kernel import Kernel, TritonUnit, Unit
 from k3rewrite.targets import Target
 
 SIZES = (32, 64, 128)
@@ -93,6 +95,21 @@ def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
     return max(bandwidth, passes * CHUNK_US * chunks / plan.groups) + 2 * passes * LAUNCH_US
 
 
+def _accepts_hip(arguments: Mapping[str, Any], target: Target) -> str | None:
+    return accepts(arguments, target) or hip_kernel.objection(arguments, target)
+
+
+def _units_with_hip(arguments: Mapping[str, Any], target: Target) -> Sequence[Unit]:
+    return [hip_kernel.unit(arguments), *_units(arguments, target)[1:]]
+
+
+def _cost_us_with_hip(arguments: Mapping[str, Any], target: Target) -> float:
+    """Behind Triton's until it is measured: no GPU has executed it."""
+    return 1.01 * _cost_us(arguments, target)
+
+
+_SCAN = tuple(_FOLDER / f"{name}.py" for name in ("triton_scan", "triton_tokens", "triton_prologue", "launch", "plan"))
+
 KERNELS = (
     Kernel(
         name="kda_chunk.triton",
@@ -102,9 +119,23 @@ KERNELS = (
         launch=kda_chunk,
         units=_units,
         cost_us=_cost_us,
-        sources=tuple(
-            _FOLDER / f"{name}.py"
-            for name in ("triton_prologue", "triton_scan", "triton_tokens", "launch", "plan", "form")
+        sources=(*_SCAN, _FOLDER / "form.py"),
+    ),
+    Kernel(  # compiled and emulated, not executed on hardware
+        name="kda_chunk.hip",
+        op="kda_chunk",
+        language="hip",
+        accepts=_accepts_hip,
+        launch=hip_kernel.kda_chunk,
+        units=_units_with_hip,
+        cost_us=_cost_us_with_hip,
+        sources=(
+            hip_kernel.PATH,
+            *sorted(hip_kernel.FOLDER.glob("*.h")),
+            _FOLDER / "hip_kernel.py",
+            *_SCAN,
+            _FOLDER / "form.py",
+            *HEADERS,
         ),
     ),
 )

@@ -21,7 +21,7 @@ from k3rewrite.kernels.kda_chunk.units import units_of
 from k3rewrite.targets import load_target
 
 pytest.importorskip("triton")
-(KERNEL,) = KERNELS
+KERNEL = KERNELS[0]
 
 
 @pytest.fixture(scope="module")
