@@ -21,8 +21,10 @@ from k3rewrite.targets import Target
 
 SIZES = (32, 64, 128)
 """keys and values of a head"""
-LAUNCH_US, CHUNK_US = 3.0, 0.8
-"""of each launch; of one chunk of the scan, which takes them in order. Not measured."""
+LAUNCH_US, PROLOGUE_US, CHUNK_US, GROUP_US = 1.0, 19.5, 1.5, 1.75
+"""Of each launch; of a chunk of a head in the prologue, for one compute unit; of a chunk in the scan, which takes them
+in order; of a group in what puts groups in order. Measured on an H200 with 128 keys and values (docs/results.md): within
+8 % of all four calls that were timed. Other targets take these for want of their own."""
 _NARROW = ("q", "k", "v", "f", "b")
 _WIDE = ("a_log", "dt_bias", "state")
 _WHOLE = ("slots", "lengths", "offsets", "checkpoints")
@@ -87,12 +89,17 @@ def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]
 
 
 def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
-    """Bytes at the target's bandwidth, or the chunks of a group one after another, and the launches."""
+    """Bytes at the target's bandwidth, or prologue and scan one after the other; and the launches. A number of rows or
+    chunks that is a symbol counts as one."""
     plan, shape = plan_of(arguments, target), shape_of(dict(arguments))
-    chunks = shape["chunks"] if isinstance(shape["chunks"], int) else 1
-    passes = 1 if plan.groups == 1 else 2
+    rows, chunks, numbers = (n if isinstance(n := shape[name], int) else 1 for name in ("rows", "chunks", "numbers"))
+    heads, values = arguments["state"].shape[1:3]
+    prologue = PROLOGUE_US * max(1.0, numbers * heads / target.compute_units)
+    programs = rows * heads * (values // plan.tile) * plan.groups
+    scan = CHUNK_US * chunks / plan.groups * max(1.0, programs / target.compute_units)
+    ordered = scan + GROUP_US * plan.groups if plan.groups > 1 else 0.0  # transforms of groups, then their starts
     bandwidth = OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
-    return max(bandwidth, passes * CHUNK_US * chunks / plan.groups) + 2 * passes * LAUNCH_US
+    return max(bandwidth, prologue + scan + ordered) + (2 if plan.groups == 1 else 4) * LAUNCH_US
 
 
 def _accepts_hip(arguments: Mapping[str, Any], target: Target) -> str | None:

@@ -18,9 +18,9 @@ from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 HEADS, SIZE = 4, 128
 OUT, STATE, STRESS = 1e-2, 6e-3, 5e-2
-"""Relative, root mean square. Rounding to bf16 is 1.7e-3, and five rounded operands stand one behind the other: that
-makes 5.1e-3 of an output and 4.3e-3 of a state, if all other arithmetic is exact. Measured on an H200, 4,096 tokens:
-4.7e-3 and 3.8e-3; of flash-linear-attention's kernels 4.9e-3 and 4.1e-3. Nearly parallel keys: 2.4e-2 and 2.2e-2."""
+"""Relative, root mean square. Rounding to bf16 is 1.7e-3, and five rounded operands stand one behind the other: in
+fp64 with these roundings alone outputs are 5.1e-3 off and states 4.3e-3, with nearly parallel keys 2.4e-2 and 2.2e-2.
+Measured on an H200, 4,096 tokens: 4.7e-3 and 3.8e-3; of flash-linear-attention's kernels 4.9e-3 and 4.1e-3."""
 
 
 def plan(groups: int = 1) -> Plan:

@@ -96,6 +96,17 @@ def test_groups_only_where_compute_units_would_be_idle() -> None:
     assert plan_for(1, 12, 32, 64, "sm_90", 132).tile == 32 and isinstance(plan_for(0, 12, 32, 0, "cpu", 1), Plan)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "measured"), [(1, 4096, 175.1), (1, 16384, 614.5), (4, 4096, 558.1), (4, 16384, 2145.0)]
+)
+def test_the_cost_is_near_what_was_measured(rows: int, tokens: int, measured: float) -> None:
+    """On an H200 (docs/results.md)."""
+    call = make_call([64] * rows, 12, 128, slots=[*range(1, rows + 1)])
+    for name in ("q", "k", "v", "f", "b"):
+        call[name] = torch.empty(rows, tokens, *call[name].shape[2:], dtype=torch.bfloat16, device="meta")
+    assert KERNEL.cost_us(call, load_target("h200")) == pytest.approx(measured, rel=0.08)
+
+
 def test_what_it_does_not_take() -> None:
     h200, call = load_target("h200"), make_call([70, 3], 2, 32, slots=[1, 2])
     assert KERNEL.accepts(call, h200) is None and KERNEL.cost_us(call, h200) > 0
