@@ -23,8 +23,8 @@ SIZES = (32, 64, 128)
 """keys and values of a head"""
 LAUNCH_US, PROLOGUE_US, CHUNK_US, GROUP_US = 1.0, 19.5, 1.5, 1.75
 """Of each launch; of a chunk of a head in the prologue, for one compute unit; of a chunk in the scan, which takes them
-in order; of a group in what puts groups in order. Measured on an H200 with 128 keys and values (docs/results.md): within
-8 % of all four calls that were timed. Other targets take these for want of their own."""
+in order; of a group in what puts groups in order. Measured on an H200 with 128 keys and values (docs/results.md):
+within 8 % of all four calls that were timed. Other targets take these for want of their own."""
 _NARROW = ("q", "k", "v", "f", "b")
 _WIDE = ("a_log", "dt_bias", "state")
 _WHOLE = ("slots", "lengths", "offsets", "checkpoints")
