@@ -12,6 +12,7 @@ What breaks it is a pass, so each remedy speaks to the author of one.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,13 +177,28 @@ def _signature(collective: Node) -> str:
 
 def _written_inputs(graph: Graph) -> frozenset[int]:
     """Inputs in whose storage some node writes, directly or through a view."""
-    if not any(writes(node) for node in graph.nodes):
+    arguments = {argument for node in graph.nodes for argument in writes(node)}
+    if not arguments:
         return frozenset()
+    if all(node.op == "placeholder" for node in arguments) and not _share_storage(graph, arguments):
+        return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in arguments)
     storage = StorageMap(graph)
     written = {root for root, entries in storage.written.items() if entries}
     return frozenset(
         i for i, node in enumerate(graph.find_nodes(op="placeholder")) if not storage.roots(node).isdisjoint(written)
     )
+
+
+def _share_storage(graph: Graph, inputs: set[Node]) -> bool:
+    """True if one of the inputs may live in the storage of another input or constant."""
+    places = Counter(
+        private.storage_id(value)
+        for op in ("placeholder", "get_attr")
+        for node in graph.find_nodes(op=op)
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout == torch.strided
+    )
+    values = [node.meta.get("val") for node in inputs]
+    return not all(isinstance(v, torch.Tensor) and places[private.storage_id(v)] == 1 for v in values)
 
 
 def _outputs(graph: Graph) -> tuple[Any, ...]:
