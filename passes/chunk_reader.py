@@ -109,9 +109,11 @@ class Reader:
         gates, mask = self._unmasked(self.arguments["f"], "a decay")
         scaled, bound = self._number(self._take(gates, OPERATORS["mul"], reason), reason)
         inner = self._take(self._take(scaled, OPERATORS["sigmoid"], reason).args[0], OPERATORS["mul"], reason)
-        rate, moved = (self._past(a) for a in inner.args)
+        sizes = self.found["batch"], self.found["tokens"]
+        shown = list(inner.args)
+        rate, moved = (self._past(a) for a in shown)
         if rate.target is not aten.exp.default:
-            rate, moved = moved, rate
+            rate, moved, shown = moved, rate, shown[::-1]
         rate, moved = (
             self._take(rate, frozenset({aten.exp.default}), reason),
             self._take(moved, OPERATORS["add"], reason),
@@ -121,19 +123,38 @@ class Reader:
         if a_log.target is aten.slice.Tensor and bound_arguments(a_log)["start"] in (None, 0):
             self.inside.add(a_log)
             a_log = a_log.args[0]  # type: ignore[assignment]
-        if bound_arguments(moved).get("alpha", 1) != 1 or inner.meta["val"].shape[2] != heads:
+        keys = self.arguments["q"].meta["val"].shape[3]
+        of_a_head = same_sizes(_trailing(shown[0]), (heads, 1))
+        if not of_a_head or not same_sizes(shown[1].meta["val"].shape, (*sizes, heads, keys)):  # type: ignore[union-attr]
+            raise Unlike("the rates of the decay are not one for each head", inner)
+        if bound_arguments(moved).get("alpha", 1) != 1:
             raise Unlike(reason, moved)
         f, bias = moved.args[:2]
-        if not isinstance(f, Node) or not isinstance(bias, Node) or bias.meta["val"].dim() != 1:
+        if not isinstance(f, Node) or not isinstance(bias, Node):
             raise Unlike(reason, moved)
+        channels = (bias.meta["val"].shape[-1:], moved.meta["val"].shape[-1:])
+        if bias.meta["val"].dim() != 1 or not all(same_sizes(shape, (heads * keys,)) for shape in channels):
+            raise Unlike("the bias of the decay is not one for each channel", moved)
         self.found |= {"a_log": a_log, "dt_bias": bias, "f": self._uncast(f), "bound": bound}
+        self._of_tokens(mask, 4)
         return mask
+
+    def _of_tokens(self, mask: Node, rank: int) -> None:
+        """A mask has one entry for each token of a row, and nothing else."""
+        wanted = (self.found["batch"], self.found["tokens"], *[1] * (rank - 2))
+        if not same_sizes(mask.meta["val"].shape, wanted[:rank]):
+            raise Unlike("a mask is not one of tokens", mask)
+
+    def _of_rows(self, mask: Node) -> None:
+        if not same_sizes(mask.meta["val"].shape, (self.found["batch"], 1, 1, 1)):
+            raise Unlike("a mask is not one of rows", mask)
 
     def _rate(self) -> Node:
         """b; the mask of dead tokens."""
         beta, mask = self._unmasked(self.arguments["b"], "a rate of writing")
         rate = self._take(self._past(beta), OPERATORS["sigmoid"], "the rate of writing is not a sigmoid")
         self.found["b"] = self._uncast(self._past(rate.args[0]))
+        self._of_tokens(mask, 3)
         return mask
 
     def _state(self) -> None:
@@ -142,6 +163,7 @@ class Reader:
         if rows.target is aten.masked_fill.Scalar and rows.args[2] == 0:
             self.inside.add(rows)
             fresh = [rows.args[1]]
+            self._of_rows(rows.args[1])  # type: ignore[arg-type]
             rows = rows.args[0]
         self._take(rows, frozenset({aten.index.Tensor}), "the state is not gathered from a pool by slot")
         pool, indices = rows.args[0], bound_arguments(rows)["indices"]
@@ -149,6 +171,7 @@ class Reader:
             raise Unlike("the state is not gathered from a pool by slot", rows)
         put, written = self._put(pool, indices[0])
         dead, kept = written.args[0], written.args[1]
+        self._of_rows(dead)  # type: ignore[arg-type]
         own = isinstance(kept, Node) and kept.target is aten.select.int and kept.args == (pool, 0, 0)
         if not own:
             raise Unlike("rows that are dead do not leave slot 0 as it is", written)
@@ -180,7 +203,7 @@ class Reader:
             isinstance(t, Node) and t.target is aten.le.Scalar and t.args == (raw, 0) for t in terms
         ):
             raise Unlike(reason, slots)
-        self.found["dead_rows"] = dead
+        self.found |= {"dead_rows": dead, "dead_terms": terms}
 
     def _out(self) -> tuple[Node, Node]:
         """The result with zeros for dead tokens, rounded if it is right away; the mask."""
@@ -190,6 +213,7 @@ class Reader:
             raise Unlike("tokens behind a row's last do not give zeros", out)
         masked = users[0]
         self.inside |= {out, masked}
+        self._of_tokens(masked.args[1], 4)  # type: ignore[arg-type]
         last, seen = masked, set()
         while len(last.users) == 1 and (keeps_order(user := next(iter(last.users))) or cast_source(user) is last):
             last = user
@@ -214,7 +238,18 @@ class Reader:
             raise Unlike(reason, source)
         if lengths.target is not aten.masked_fill.Scalar or lengths.args[1:] != (self.found["dead_rows"], 0):
             raise Unlike("rows that are dead may have tokens", lengths)
+        none = [t for t in self.found["dead_terms"] if isinstance(t, Node) and t.target is aten.le.Scalar]
+        if self.found["fresh"] and not any(t.args == (lengths.args[0], 0) for t in none):
+            raise Unlike("a row without tokens that starts afresh is emptied, and not left alone", lengths)
         self.found |= {"lengths": lengths, "places": tokens}
+
+
+def _trailing(node: Any) -> tuple[Any, ...]:
+    """The sizes of a value behind leading ones."""
+    shape = list(node.meta["val"].shape) if isinstance(node, Node) else []
+    while len(shape) > 2 and same_size(shape[0], 1):
+        shape.pop(0)
+    return tuple(shape)
 
 
 def _source(node: Any) -> Node:

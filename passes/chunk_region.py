@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from operator import getitem
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ _MOVES = frozenset(
     {aten.transpose.int, aten.permute.default, aten.expand.default, aten.clone.default, aten.view.default,
      aten.slice.Tensor, aten.constant_pad_nd.default}
 )  # fmt: skip
+_ARITHMETIC = _MOVES | frozenset(
+    {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+     aten.neg.default, aten.exp.default, aten.exp2.default, aten.cumsum.default, aten.sum.dim_IntList,
+     aten.mm.default, aten.bmm.default,
+     aten.baddbmm.default, aten.tril.default, aten.triu.default, aten.linalg_solve_triangular.default,
+     aten.diagonal.default, aten.cat.default, aten.stack.default, aten.select.int, aten.unbind.int, aten.split.Tensor,
+     aten.split_with_sizes.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.t.default,
+     aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.unfold.default, aten._to_copy.default,
+     aten.select_scatter.default, aten.slice_scatter.default, aten.zeros_like.default, aten.full_like.default, getitem}
+)  # fmt: skip
+"""what the rule is made of: no bound, no comparison, nothing that is another function for other values"""
+_CHOOSES = {aten.masked_fill.Scalar: 1, aten.where.self: 0}
+"""operators whose mask, the argument of this number, must be a constant"""
 MOST_CONSTANT = 8
 """levels that a constant is looked for: arange, comparison, view"""
 
@@ -163,6 +177,9 @@ def find_region(anchor: Node) -> Region:
     if len(states) > 1:
         raise NotFound("more than one state is used outside: what stands between chunks is not kept", states[0])
     nodes = tuple(sorted(n for n in inside if not _is_constant(n)))
+    for node in nodes:
+        if not _is_arithmetic(node):
+            raise NotFound(f"{describe(node)} is no part of the rule: for other values it may do something else", node)
     return _region(sizes, gates, grown, out, states[0] if states else None, nodes)
 
 
@@ -220,6 +237,11 @@ def _without_users_of(out: Node, inside: Iterable[Node]) -> set[Node]:
         if node is not out and any(i is out or i in after for i in node.all_input_nodes):
             after.add(node)
     return set(inside) - after
+
+
+def _is_arithmetic(node: Node) -> bool:
+    mask = node.args[_CHOOSES[node.target]] if node.target in _CHOOSES else None
+    return node.target in _ARITHMETIC or (isinstance(mask, Node) and _is_constant(mask))
 
 
 def _is_plain(node: Node) -> bool:

@@ -26,8 +26,10 @@ from k3rewrite.passes.chunk_region import NotFound, Region
 CLOSE = 1e-8
 """relative difference of fp64 results in another order of summation; a wrong order of inputs is off by about 1"""
 FEW_HEADS = 4
-MOST_ELEMENTS = 1 << 24
-"""of q: beyond, running a region takes more memory than a compilation should, and it is left alone"""
+MOST_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
+"""of q, by device: beyond, running a region takes more memory than a compilation should, and it is left alone"""
+MILD, STRONG = (-0.2, -0.01, 1.0), (-5.0, -2.0, 4.0)
+"""gates from and to, and lengths of rows: long ones only where states fade, or the rule itself overflows"""
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,40 @@ class Roles:
 
 
 def find_roles(region: Region) -> Roles | None:
-    """None if the region computes something else. Raises NotFound if it is too large to be run."""
-    if region.gates.meta["val"].numel() > MOST_ELEMENTS:
-        raise NotFound(
-            f"{region.gates.meta['val'].numel()} gates are too many to find out by running what they are for"
-        )
+    """None if the region computes something else. Raises NotFound if it is too large to be run.
+
+    It is run twice: with data of its own in every head, and with the same in all, which must all come out alike.
+    """
+    gates = region.gates.meta["val"]
+    if gates.numel() > MOST_ELEMENTS.get(gates.device.type, MOST_ELEMENTS["cpu"]):
+        raise NotFound(f"{gates.numel()} gates are too many to find out by running what they are for", region.gates)
     with no_modes():  # the backend works under AOTAutograd's fake mode
-        values = draw(region)
         kept = [region.out, *([] if region.new_state is None else [region.new_state])]
-        run = DecisionInterpreter(_module(region.inputs, region.nodes, kept), wide=True)
-        return _agreeing(region, values, run.run_on([value.clone() for value in values]))
+        module = _module(region.inputs, region.nodes, kept)
+
+        def run(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return DecisionInterpreter(module, wide=True).run_on([value.clone() for value in values])
+
+        values = draw(region)
+        roles = _agreeing(region, values, run(values), FEW_HEADS)
+        if roles is None:
+            return None
+        alike = [_of_one_head(value, i) for i, value in enumerate(draw(region, 1, STRONG))]
+        results = run(alike)
+        same = all(_close(result, _of_one_head(result, 5 * i)) for i, result in enumerate(results))
+        return roles if same and _agreeing(region, alike, results, 1) == roles else None
 
 
-def _agreeing(region: Region, values: Sequence[Tensor], results: Sequence[Tensor]) -> Roles | None:
+def _of_one_head(value: Tensor, place: int) -> Tensor:
+    """What the first head of the first row has, for all; `place` is that among the inputs: states come last."""
+    first = value[:1, :, :1] if place < 5 else value[:1, :1]
+    return first.expand_as(value)
+
+
+def _agreeing(region: Region, values: Sequence[Tensor], results: Sequence[Tensor], heads: int) -> Roles | None:
     """Compared are a few heads of the first and the last row, spread over all: the op's reference takes its time."""
-    row, head = max(1, region.sizes.batch - 1), max(1, (region.sizes.heads - 1) // (FEW_HEADS - 1))
+    row = max(1, region.sizes.batch - 1) if heads > 1 else region.sizes.batch
+    head = max(1, (region.sizes.heads - 1) // (heads - 1)) if heads > 1 else region.sizes.heads
     tokens = (slice(None, None, row), slice(None), slice(None, None, head))
     states = (tokens[0], tokens[2])
     given = [value[tokens if i < 5 else states] for i, value in enumerate(values)]
@@ -100,20 +121,21 @@ def _scale_of(
     return scale
 
 
-def draw(region: Region, seed: int = 0) -> list[Tensor]:
-    """Values that any input may have: rows of less than unit length, gates below zero, rates between 0 and 1."""
+def draw(region: Region, seed: int = 0, how: tuple[float, float, float] = MILD) -> list[Tensor]:
+    """Values that any input may have: gates below zero, rows of about the length asked for, rates between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
-    short = region.sizes.keys**-0.5
+    lowest, highest, length = how
+    each = length * (3 / region.sizes.keys) ** 0.5
 
     def uniform(node: Node, low: float, high: float) -> Tensor:
         value = torch.rand(node.meta["val"].shape, generator=generator, dtype=torch.float64)
         return (value * (high - low) + low).to(node.meta["val"].device)
 
-    drawn = [uniform(region.gates, -0.2, -0.01)]
-    drawn += [uniform(row, -0.5 * short, short) for row in region.rows]
-    drawn.append(uniform(region.rates, 0.1, 0.9))
+    drawn = [uniform(region.gates, lowest, highest)]
+    drawn += [uniform(row, -0.7 * each, each) for row in region.rows]
+    drawn.append(uniform(region.rates, 0.02, 0.98))
     if region.state is not None:
-        drawn.append(uniform(region.state, -1.0, 1.0))
+        drawn.append(uniform(region.state, -length, length))
     return drawn
 
 

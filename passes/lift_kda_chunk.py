@@ -131,6 +131,18 @@ class LiftKdaChunk(Rule):
         def lower(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, ...]:
             return _chunks(q, k, v, torch.sigmoid(f) * -8.0, torch.sigmoid(b), state)
 
+        def growing(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+            return _chunks(q, k, v, torch.sigmoid(f) * 5.0, torch.sigmoid(b), state)
+
+        def held(*inputs: Tensor) -> tuple[Tensor, ...]:
+            return _bounded(*inputs, of_gates=lambda g: g.clamp(min=-1.0))
+
+        def of_a_head(*inputs: Tensor) -> tuple[Tensor, ...]:
+            return _bounded(*inputs, of_rates=lambda beta: beta.masked_fill(_only(1, 3, 1), 0))
+
+        def of_a_row(*inputs: Tensor) -> tuple[Tensor, ...]:
+            return _bounded(*inputs, of_rates=lambda beta: beta.masked_fill(_only(1, 2, 0), 0))
+
         def undecayed(*inputs: Tensor) -> tuple[Tensor, ...]:
             return _bounded(*inputs, decayed_keys=False)
 
@@ -140,27 +152,33 @@ class LiftKdaChunk(Rule):
         return (
             CounterExample("a decay without bound", unbounded, _inputs, "not known to be bounded below"),
             CounterExample("a decay below what a block holds", lower, _inputs, "may be as low as -8"),
+            CounterExample("gates above zero", growing, _inputs, "not known to be bounded below"),
+            CounterExample("gates that are held", held, _inputs, "is no part of the rule"),
+            CounterExample("a head that does not write", of_a_head, _inputs, "does not compute the gated delta rule"),
+            CounterExample("a row that does not write", of_a_row, _inputs, "does not compute the gated delta rule"),
             CounterExample("keys that are not decayed", undecayed, _inputs, "does not compute the gated delta rule"),
             CounterExample("scores that are used elsewhere", kept, _inputs, "is also used outside"),
         )
 
 
 def lowest(gates: Node) -> float | None:
-    """A number that the gates are not below, read off the graph; None if it shows none."""
+    """A number that the gates are not below, read off the graph; None if it shows none, or gates may be above zero."""
     node, least = gates, 0.0
     while True:
         if keeps_order(node) or node.target is aten.clone.default:
             node = node.args[0]  # type: ignore[assignment]
         elif node.target is aten.masked_fill.Scalar:
-            least = min(least, float(node.args[2]))  # type: ignore[arg-type]
-            node = node.args[0]  # type: ignore[assignment]
+            if not (value := float(node.args[2])) <= 0:  # type: ignore[arg-type]
+                return None
+            least, node = min(least, value), node.args[0]  # type: ignore[assignment]
         else:
             break
     if node.target not in OPERATORS["mul"]:
         return None
     values = [a for a in node.args if isinstance(a, Node)]
     numbers = [a for a in node.args if isinstance(a, (int, float))]
-    if len(values) == len(numbers) == 1 and values[0].target is aten.sigmoid.default:
+    sigmoid = len(values) == len(numbers) == 1 and values[0].target is aten.sigmoid.default
+    if sigmoid and numbers[0] <= 0:
         return min(least, float(numbers[0]))
     return None
 
@@ -168,13 +186,19 @@ def lowest(gates: Node) -> float | None:
 # ------------------------------------------------------------------ examples
 
 
-def _bounded(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor, **how: bool) -> tuple[Tensor, ...]:
+def _only(place: int, count: int, dim: int) -> Tensor:
+    """True for one of `count`, along a dimension of [B, H, 1, 1, 1]."""
+    return (torch.arange(count) == place).view([-1 if d == dim else 1 for d in range(5)])
+
+
+def _bounded(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, state: Tensor, **how: Any) -> tuple[Tensor, ...]:
     return _chunks(q, k, v, torch.sigmoid(f) * -5.0, torch.sigmoid(b), state, **how)
 
 
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, by_rows: bool = False,
-    decayed_keys: bool = True, between: bool = False,
+    decayed_keys: bool = True, between: bool = False, of_gates: Any = None,
+    of_rates: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Two chunks of 4 tokens in the plainest form: exponents of differences, each pair by itself."""
     size = 4
@@ -183,8 +207,10 @@ def _chunks(
         return x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4)
 
     q, k, v, g, beta = (chunked(x) for x in (q, k, v, g, beta.unsqueeze(3)))
+    g, beta = g if of_gates is None else of_gates(g), beta if of_rates is None else of_rates(beta)
     total = g.cumsum(3)
-    pairs = torch.exp((total.unsqueeze(4) - total.unsqueeze(3)).clamp(max=0.0))
+    later = torch.ones(size, size, dtype=torch.bool).triu(1).unsqueeze(2)
+    pairs = torch.exp((total.unsqueeze(4) - total.unsqueeze(3)).masked_fill(later, float("-inf")))
     scores = (k.unsqueeze(4) * k.unsqueeze(3) * pairs).sum(-1)
     reads = (q.unsqueeze(4) * k.unsqueeze(3) * pairs).sum(-1).tril()
     lower = (beta * scores).tril(-1)

@@ -72,7 +72,7 @@ def test_regions_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_too_large_to_be_run_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_roles, "MOST_ELEMENTS", 64)
+    monkeypatch.setattr(chunk_roles, "MOST_ELEMENTS", {"cpu": 64})
     model, given, _ = build_kimi_k3(KimiK3Config.tiny().with_layers(1), phase="prefill", batch=1)
     report = rewritten(LiftKdaChunk(), capture(model, given).module, allow=True)
     assert report.matched == 0 and "too many to find out by running" in reasons(report)[0]
