@@ -82,12 +82,15 @@ def _text(dtype: torch.dtype) -> str:
 def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
     state, weight, table = arguments["state"], arguments["conv_weight"], arguments["table"]
     heads, values, size = state.shape[1:]
-    if not all(isinstance(n, int) for n in (heads, values, size, *weight.shape, table.shape[1])):
-        return "heads, their sizes or the window are symbolic"
+    columns = arguments["conv_state"].shape[1]
+    if not all(isinstance(n, int) for n in (heads, values, size, *weight.shape, table.shape[1], columns)):
+        return "heads, their sizes, the window or the columns of a line are symbolic"
     if size not in SIZES or values != size:
         return f"heads of {values} values and {size} keys; as many of both are taken, of {', '.join(map(str, SIZES))}"
     if not 1 <= table.shape[1] <= MAX_TOKENS or weight.shape[1] != TAPS:
         return f"windows of {table.shape[1]} tokens and {weight.shape[1]} taps; up to {MAX_TOKENS} and {TAPS} are taken"
+    if columns < table.shape[1] + TAPS - 2:
+        return f"lines of {columns} columns, and {table.shape[1]} tokens leave {table.shape[1] + TAPS - 2}"
     if not same_size(state.stride(2), size):
         return "the state of a head does not lie in one piece"
     return None

@@ -91,7 +91,8 @@ def kda_verify_tile(
     RAGGED: tl.constexpr, NULL: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences x heads x tiles of WIDTH values. `read` [B, N, H, V] gets what the recurrence gives."""
-    if PDL:
+    if PDL:  # weights too may come from the kernel before: taps are put together in every step
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = SIZE // WIDTH
     pid = tl.program_id(0)
@@ -104,8 +105,6 @@ def kda_verify_tile(
     qw0, qw1, qw2, qw3 = taps_of(conv_weight, q_at, weight_channel, weight_tap)
     kw0, kw1, kw2, kw3 = taps_of(conv_weight, k_at, weight_channel, weight_tap)
     vw0, vw1, vw2, vw3 = taps_of(conv_weight, v_at, weight_channel, weight_tap)
-    if PDL:
-        tl.extra.cuda.gdc_wait()  # weights were there before; what follows may come from the kernel before
 
     slots, past = table + row * table_row, history + row * history_row
     begin, own = tl.load(start + row).to(tl.int64), tl.load(slots).to(tl.int64)
@@ -178,8 +177,8 @@ def kda_verify_close(
 ):  # fmt: skip
     """Grid: (sequences, heads)."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first: tl.constexpr = 1 if NULL else 0
     place = tl.load(table + row * table_row).to(tl.int64)

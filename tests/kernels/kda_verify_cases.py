@@ -118,3 +118,9 @@ def _relative(result: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     return float((result.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def waits_before_it_loads(assembly: str) -> bool:
+    """True of PTX in which nothing is loaded, and no later kernel let in, before the kernel before has ended."""
+    places = [assembly.find(text) for text in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global")]
+    return -1 not in places and places[0] == min(places)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hip_emulation import COMPILER, emulated
-from kda_verify_cases import errors, make_call
+from kda_verify_cases import errors, make_call, waits_before_it_loads
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
 from k3rewrite.kernels.kda_verify import hip_kernel, launch
@@ -78,6 +78,7 @@ def test_compiled_for_every_target(target: str, rows: int, tokens: int, tmp_path
     else:
         assert "ld.global.v4" in text and text.count("st.global.v4") >= 4 * tokens and "shfl.sync.bfly" in text
         assert ("st.async" in text) is (int(unit.defines["KDA_SPLIT"]) > 1)
+        assert waits_before_it_loads(text), "weights may come from the kernel before, as inputs do"
 
 
 def test_layouts() -> None:
@@ -93,6 +94,7 @@ def test_what_it_does_not_take() -> None:
     for change, reason in (
         ({"f": call["f"].float()}, "f is float32; bfloat16 is read"),
         ({"out_dtype": torch.float32}, "writes bfloat16"),
+        ({"conv_state": call["conv_state"][:, :3]}, "lines of 3 columns, and 2 tokens leave 4"),
         ({"start": call["start"].int()}, "of several dtypes"),
         ({"conv_weight": call["conv_weight"].t().contiguous().t()}, "do not lie together"),
     ):

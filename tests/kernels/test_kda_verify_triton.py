@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kda_verify_cases import errors, make_call, through_op
+from kda_verify_cases import errors, make_call, through_op, waits_before_it_loads
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from k3rewrite import _torch_private as private
@@ -137,6 +137,8 @@ def test_compiled_for_every_target(target: str, rows: int, tokens: int, ragged: 
             pytest.skip(made.skipped)
         assert made.resources is not None and made.resources.spills == 0, unit.symbol
         assert made.resources.registers <= 255 and made.resources.lds_bytes <= 4 * 1024, unit.symbol
+        if goal.vendor == "nvidia":  # weights may come from the kernel before, as inputs do
+            assert made.assembly is not None and waits_before_it_loads(made.assembly.read_text()), unit.symbol
     assert (tile.num_warps == 1) is (rows < 32)
 
 
@@ -161,6 +163,7 @@ def test_what_it_does_not_take() -> None:
         ({"table": call["table"].to(torch.int16)}, "table is int16"),
         ({"qkv": call["qkv"].float()}, "qkv is float32, and the line bfloat16"),
         ({"conv_weight": torch.zeros(96, 3)}, "3 taps"),
+        ({"conv_state": call["conv_state"][:, :3]}, "lines of 3 columns, and 2 tokens leave 4"),
         ({"out_dtype": torch.float64}, "out_dtype is float64"),
     ):  # fmt: skip
         assert reason in str(KERNEL.accepts(call | change, h200)), change

@@ -1,6 +1,7 @@
 // A verify window of a KDA layer, from its projections to the input of its output projection, in one launch.
 //
-//   weights   taps, bias, rate, norm: before the wait for the kernel before
+//   weights   taps, bias, rate, norm: after the wait for the kernel before, which may have made them (taps are put
+//             together in every step where nothing has done so beforehand)
 //   inputs    what needs no slot; then the state that the window starts from; then the past of the lines
 //   q, k, v   of every token, convolved; decay of each key; beta                    a channel a thread, to shared memory
 //   S         for each token: decayed, updated, stored; read out in the same pass   8 lanes a value's row, in registers
@@ -102,6 +103,8 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     const i32 me = thread_x();
     if (split > 1 && me == 0) expect(of_squares, sizeof(squares));
     cluster_arrive<split>();
+    wait_for_earlier_kernel<dependent>();
+    release_later_kernel<dependent>();
 
     const auto channel_of = [&](i32 n) {  // among those of the row
         return n < size ? head * size + n : n < 2 * size ? (KDA_HEADS + head) * size + n - size
@@ -119,14 +122,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     for (i32 r = 0; r < keys; ++r) bias[r] = dt_bias[head * size + (me + r * threads) % size];
 #pragma unroll
     for (i32 r = 0; r < results; ++r) norm[r] = norm_weight[part * values + (me + r * threads) % values];
-    wait_for_earlier_kernel<dependent>();
-    release_later_kernel<dependent>();
 
-    const i64 own = table[row * table_row], begin = start[row];
-    i64 columns[history];
-#pragma unroll
-    for (i32 j = 0; j < history; ++j) columns[j] = past_columns[row * past_row + j];
-    const i32 length = ragged ? static_cast<i32>(lengths[row]) : tokens;
     bf16 token[rounds][tokens];
     bf16 moved[keys], z[results];
 #pragma unroll
@@ -153,6 +149,12 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     float beta[tokens];
 #pragma unroll
     for (i32 t = 0; t < tokens; ++t) beta[t] = to_float(b[row * b_row + static_cast<i64>(t) * b_token + head]);
+
+    const i64 own = table[row * table_row], begin = start[row];
+    i64 columns[history];
+#pragma unroll
+    for (i32 j = 0; j < history; ++j) columns[j] = past_columns[row * past_row + j];
+    const i32 length = ragged ? static_cast<i32>(lengths[row]) : tokens;
 
     bf16* const result = out + (row * tokens * KDA_HEADS + head) * size + part * values;
     const i64 result_token = static_cast<i64>(KDA_HEADS) * size;
