@@ -5,6 +5,9 @@
     pool = pool.index_put((table,), where(table_dead, pool[0], stack(states, 1)))
     o = stack(outputs, 1).masked_fill(dead, 0)
 
+The graph gathers every start before it writes, the op need not: a start must be seen to be a slot of the row's own
+table, `start = table.gather(1, accepted - 1)`. Any other could be one that another row writes.
+
 Slots at or below zero are taken for nobody's only where the graph shows it, all of it: rows that start from none read
 zeros, slot 0 keeps what it has, rows whose first slot is none give zeros. Otherwise slots must be known to be none
 below zero.
@@ -12,7 +15,7 @@ below zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
@@ -77,11 +80,8 @@ class LiftKdaWindow(Rule):
         pool, table, null = match.value("pool"), match["table"], match["null_slot"]
         raw = raw_table(table) if null else table
         leaves = {raw: drawn_table(raw.meta["val"], pool, null, seed)}
-        begin = bare(match["start"])
-        if begin.target is aten.gather.default and begin.args[0] is table:  # the state of an accepted token
-            leaves[begin.args[2]] = drawn_numbers(begin.args[2].meta["val"], table.meta["val"].shape[1], seed)
-        else:
-            leaves[begin] = drawn_numbers(begin.meta["val"], pool.shape[0], seed)
+        accepted = bare(match["start"]).args[2]
+        leaves[accepted] = drawn_numbers(accepted.meta["val"], table.meta["val"].shape[1], seed)
         return computed(leaves, (table, match["start"], *match["masks"]))
 
     def build(self, match: Match, builder: Builder, exposed: frozenset[str]) -> Mapping[str, Node]:
@@ -110,6 +110,10 @@ class LiftKdaWindow(Rule):
             ("null rows overwrite slot 0", {"keep": False}, "one without the other"),
             ("null rows give what they hold", {"silent": False}, "null rows do not give zeros"),
             ("null slots below zero alone", {"least": -1}, "at or below zero"),
+            ("a start of another row", {"starts": _of_another}, "may start from what another row writes"),
+            ("starts of the first row", {"starts": _of_the_first}, "may start from what another row writes"),
+            ("starts from anywhere", {"starts": _anywhere}, "may start from what another row writes"),
+            ("starts of another table", {"starts": _of_another_table}, "may start from what another row writes"),
             ("slots below zero", {"start": False, "keep": False, "silent": False}, "may be below zero"),
         )
         return tuple(CounterExample(name, partial(_window, **changes), _inputs, why) for name, changes, why in found)  # type: ignore[arg-type]
@@ -182,6 +186,8 @@ def _read(first: Node) -> Match:
     shape = bindings["q"].meta["val"].shape[:2]
     if not same_sizes(table.meta["val"].shape, shape) or not same_sizes(start.meta["val"].shape, shape[:1]):
         raise Unlike("start and table are not one slot for each sequence and each token", table)
+    if not _starts_within(start, table):
+        raise Unlike("a row may start from what another row writes: its start is not gathered from its own slots", start)
     bindings |= {"pool": pool, "start": start, "table": table, "out": out, "states": put.node}
     if mask is not None or put.where is not None:
         silent = _null_masks(mask, put, out, pool, start, table)
@@ -206,6 +212,15 @@ def _pool(gather: Node, put: Put) -> tuple[Node, Node, Node]:
     pool = gather.args[0]
     assert isinstance(pool, Node)
     return pool, indices[0], targets[0]
+
+
+def _starts_within(start: Node, table: Node) -> bool:
+    """True for `table.gather(1, index)` of one index a row, whatever shape it is shown in."""
+    start = bare(start)
+    if start.target is not aten.gather.default or start.args[0] is not table:
+        return False
+    shape = (table.meta["val"].shape[0], 1)
+    return bound_arguments(start)["dim"] in (1, -1) and same_sizes(start.meta["val"].shape, shape)
 
 
 def _null_masks(mask: Node | None, put: Put, out: Node, pool: Node, start: Node, table: Node) -> Node:
@@ -234,7 +249,7 @@ def _window(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, table: Tensor, pool: Tensor, accepted: Tensor, *,
     order: tuple[int, ...] | None = None, outputs: tuple[int, ...] | None = None,
     states: tuple[int, ...] | None = None, start: bool = True, keep: bool = True, silent: bool = True, least: int = 0,
-    longer: bool = False,
+    longer: bool = False, starts: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As Kimi K3 writes a window; what a counterexample does otherwise by name."""
     null = start or keep or silent
@@ -242,7 +257,8 @@ def _window(
     dead = table[:, :1] <= least
     dead_slots = (table <= least) | dead
     at = table.masked_fill(dead_slots, 0) if null else table
-    begin = at.gather(1, (accepted.unsqueeze(1) - 1).masked_fill(dead, 0))
+    offset = (accepted.unsqueeze(1) - 1).masked_fill(dead, 0)
+    begin = starts(at, offset) if starts else at.gather(1, offset)
     state = pool[begin.squeeze(1)]
     if start:
         state = state.masked_fill((begin <= 0)[:, :, None, None], 0)
@@ -259,6 +275,22 @@ def _window(
     result = torch.stack([outs[i] for i in outputs or range(len(outs))], 1)
     result = result.masked_fill(dead[:, :, None, None], 0) if silent else result + 0
     return result, pool.index_put((at,), new)
+
+
+def _of_another(table: Tensor, offset: Tensor) -> Tensor:
+    return table.gather(0, offset)
+
+
+def _of_the_first(table: Tensor, offset: Tensor) -> Tensor:
+    return table.gather(1, offset.view(1, -1)).view(-1, 1)
+
+
+def _anywhere(table: Tensor, offset: Tensor) -> Tensor:
+    return offset * 1
+
+
+def _of_another_table(table: Tensor, offset: Tensor) -> Tensor:
+    return (table + 1).gather(1, offset)
 
 
 def _inputs(rows: int = 3, tokens: int = 3) -> tuple[Tensor, ...]:

@@ -11,6 +11,10 @@ What the convolution and the recurrence give is rounded to `inner_dtype` on its 
 the dtype of the state and rounded once, to `out_dtype`. Null rows, and what is past a window's end, give zeros and
 leave both states as they are.
 
+No two tokens share a slot, and no columns of `history` are below zero: a kernel does not count such from the last one.
+A start is a slot of the row's own table, or one that no row writes, or, with null slots, none: a kernel reads it while
+other rows already write theirs, where the meaning below reads every start first.
+
 Convolution and norm are part of it, so that a layer is two launches: values can be dealt out in tiles of any width
 (each tile convolves the keys anew; that costs less than a launch), but the norm needs the whole head, and the line may
 only move on when every tile has read it. Both are what the second launch does.

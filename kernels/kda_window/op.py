@@ -11,7 +11,8 @@ null_slot True: slots at or below zero are nobody's. A row whose first slot is o
           stores nothing; a start that is one is a state of zeros; a token whose slot is one stores nothing.
           False: slot 0 is a slot as any other.
 
-No two tokens share a slot. All of it is computed in the state's dtype.
+No two tokens share a slot. A start is a slot of the row's own table, or one that no row writes (a kernel reads it while
+other rows already write theirs), or, with null slots, none. All of it is computed in the state's dtype.
 """
 
 from __future__ import annotations
