@@ -6,7 +6,9 @@
     pool   = pool.index_put((slots,), where(dead, pool[0], window[:, 1:]))
 
 A pool of which only the first columns move, `pool[:, :kept]`, is written through a slice. Slots at or below zero are
-taken for nobody's only where the graph shows it. Before `lift_short_conv`: a window of one token would be one of that.
+taken for nobody's only where the graph shows it. Columns must be seen not to be below zero, where an index counts from the
+last one: by their range, or because the offset that they are counted from is one that slots are gathered by, as
+`table.gather(1, accepted - 1)`, where eager takes none below zero. Before `lift_short_conv`: a window of one token would be one of that.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from k3rewrite.passes.windows import (
     drawn_numbers,
     drawn_table,
     is_dead_row,
+    is_from_zero,
     keeps_slot_zero,
     leading,
     put_of,
@@ -142,6 +145,7 @@ class LiftConvVerify(Rule):
             Example("one token", lambda x, *rest: _conv(x[:, :1], *rest), _inputs),
             Example("one sequence", lambda x, w, pool, t, a: _conv(x[:1], w, pool, t[:1], a[:1]), _inputs),
             Example("slots as they are", lambda *inputs: _conv(*inputs, keep=False, start=False), _plain_inputs),
+            Example("columns that are clamped", _clamped, _inputs),
             Example("a line as long as needed", lambda x, w, pool, t, a: _conv(x, w, pool[:, :4] + 0, t, a), _inputs),
         )
 
@@ -156,6 +160,8 @@ class LiftConvVerify(Rule):
             CounterExample("the line does not move", variant(first=0), _inputs, "not the window without its oldest"),
             CounterExample("moved to other slots", variant(shift=1), _inputs, "written to other slots"),
             CounterExample("one row of taps", variant(taps=1), _inputs, "taps are not a row for each channel"),
+            CounterExample("no column is gathered by", variant(gather=False), _inputs, "columns may be below zero"),
+            CounterExample("columns before those", variant(back=1), _inputs, "columns may be below zero"),
             CounterExample("slots below zero", variant(keep=False, start=False, less=2), _inputs, "may be below zero"),
         )
 
@@ -186,6 +192,8 @@ def _with_line(match: Match) -> Match:
         bindings |= {"null_slot": True, "masks": _null_masks(match, put.where, line)}
     elif Ranges().of_ids(slots).low < 0:
         raise Unlike("slots may be below zero: as an index such a number counts from the last one", slots)
+    if not is_from_zero(match["history"]):
+        raise Unlike("columns may be below zero: as an index such a number counts from the last one", match["history"])
     return Match(match.root, {**match.bindings, **bindings}, match.nodes | nodes)
 
 
@@ -227,14 +235,14 @@ def _written_back(put: Node, line: Node, pool: Node, kept: int) -> Node:
 
 def _conv(
     x: Tensor, weight: Tensor, pool: Tensor, table: Tensor, accepted: Tensor, *, keep: bool = True, start: bool = True,
-    least: int = 0, first: int = 1, shift: int = 0, taps: int = 0, less: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As Kimi K3 writes a window; what a counterexample does otherwise by name."""
+    least: int = 0, first: int = 1, shift: int = 0, taps: int = 0, less: int = 0, back: int = 0, gather: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """As Kimi K3 writes a window, with its start; what a counterexample does otherwise by name."""
     dead = table[:, :1] <= least
     at = table.masked_fill((table <= least) | dead, 0) if keep or start else table - less
     slots = at[:, 0]
     offset = (accepted.unsqueeze(1) - 1).masked_fill(dead, 0)
-    past = pool[slots.unsqueeze(1), offset + torch.arange(3)]
+    past = pool[slots.unsqueeze(1), offset - back + torch.arange(3)]
     if start:
         past = past.masked_fill(dead.unsqueeze(2), 0)
     window = torch.cat([past, x], dim=1)
@@ -247,7 +255,12 @@ def _conv(
     if pool.shape[1] > kept:
         moved = torch.slice_scatter(pool, moved, 1, 0, kept)
     y = F.silu((window.float().unfold(1, 4, 1) * (weight[:taps] if taps else weight)).sum(-1)).to(x.dtype)
-    return y, moved
+    return (y, moved, at.gather(1, offset)) if gather else (y, moved)
+
+
+def _clamped(x: Tensor, weight: Tensor, pool: Tensor, table: Tensor, accepted: Tensor) -> tuple[Tensor, ...]:
+    """Columns whose range is known without a gather."""
+    return _conv(x, weight, pool, table, accepted.clamp(min=1), gather=False)
 
 
 def _inputs() -> tuple[Tensor, ...]:

@@ -20,6 +20,8 @@ from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.layout import keeps_order
 from k3rewrite.graph.shapes import same_size
 from k3rewrite.ops.vocabulary import size_hint
+from k3rewrite.passes.moe.intervals import Range, is_integral
+from k3rewrite.passes.moe.ranges import Ranges
 
 aten = torch.ops.aten
 _OR = frozenset({aten.bitwise_or.Tensor, aten.logical_or.default})
@@ -113,6 +115,29 @@ def is_null_of(mask: Any, slots: Node) -> bool:
     """True for `slots <= 0`, in any shape."""
     mask = bare(mask)
     return isinstance(mask, Node) and _is_at_most_zero(mask, slots)
+
+
+def is_from_zero(columns: Node) -> bool:
+    """True for numbers that are not below zero. What the graph gathers by is none: eager refuses one that is."""
+    ranges = Ranges()
+    for node in [columns, *_above(columns)]:
+        for user in node.users:
+            if user.target is aten.gather.default and user.args[2] is node and user.users:
+                rows, dim = user.args[0].meta["val"], bound_arguments(user)["dim"]  # type: ignore[union-attr]
+                ranges.known[node] = Range(0, max(size_hint(rows.shape[dim]) - 1, 0))
+    return ranges.of_ids(columns).low >= 0
+
+
+def _above(node: Node) -> list[Node]:
+    """Integers from which the node is computed."""
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        for above in stack.pop().all_input_nodes:
+            if above not in found and is_integral(above.meta.get("val")):
+                found[above] = None
+                stack.append(above)
+    return list(found)
 
 
 def keeps_slot_zero(where: Node, pool: Node) -> None:
