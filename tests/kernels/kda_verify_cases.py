@@ -59,6 +59,20 @@ def make_call(
     return call
 
 
+def in_one_buffer(call: dict[str, Any]) -> dict[str, Tensor]:
+    """Lines and states as views of one buffer: of each slot its line, then its state."""
+    pools = [call[name] for name in POOLS]
+    sizes = [pool[0].numel() * pool.element_size() for pool in pools]
+    raw = torch.zeros(len(pools[1]) * sum(sizes), dtype=torch.uint8, device=pools[0].device)
+    views, begin = {}, 0
+    for name, pool, size in zip(POOLS, pools, sizes, strict=True):
+        item = pool.element_size()
+        strides = (sum(sizes) // item, *pool.contiguous().stride()[1:])
+        views[name] = raw.view(pool.dtype).as_strided(pool.shape, strides, begin // item).copy_(pool)
+        begin += size
+    return views
+
+
 def plainly(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """In fp64, row by row and token by token, written again from the equations: (y, line, state)."""
     c = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in call.items()}

@@ -6,7 +6,7 @@ import json
 import sys
 
 import torch
-from kda_verify_cases import errors, make_call
+from kda_verify_cases import errors, in_one_buffer, make_call
 
 from k3rewrite.kernels.kda_verify.launch import kda_verify
 from k3rewrite.kernels.kda_verify.tiles import Tile
@@ -50,6 +50,12 @@ found["strided pools"] = {
     "same": all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs),
     "between": all(bool((value[1::2] == 7).all()) for value in wide.values()),
 }
+
+# Both pools are views of one buffer.
+call = make_call([2, 1, 2], 2, 2, 16, null=(1,))
+own = in_one_buffer(call)
+out = kda_verify(**call | own, in_place=True, tile=Tile(4, 1, ahead=8))
+found["one buffer"] = errors((out, own["conv_state"], own["state"]), call)
 
 # Fewer slots than rows: rows of nobody need none.
 call = make_call([2, 1, 1, 2], 2, 2, 16, null=(1, 2, 3))

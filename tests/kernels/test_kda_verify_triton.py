@@ -38,7 +38,7 @@ def interpreted() -> dict[str, dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 14
+    assert len(results) == 15
     return results
 
 

@@ -18,6 +18,7 @@ from k3rewrite.capture import capture
 from k3rewrite.checks.regions import region_check
 from k3rewrite.graph.purity import eliminate_dead_code
 from k3rewrite.models.kimi_k3 import DecodeInputs, KimiK3Config, VerifyInputs, build_kimi_k3, leave_speculation
+from k3rewrite.passes.fuse_kda_decode import FuseKdaDecode
 from k3rewrite.passes.fuse_kda_verify import FuseKdaVerify
 from k3rewrite.passes.lift_conv_verify import LiftConvVerifyPass
 from k3rewrite.passes.lift_gated_rms_norm import LiftGatedRmsNormPass
@@ -80,6 +81,21 @@ def test_every_layer_becomes_one_op(tokens: int, batch: int) -> None:
     made = calls(module, "kda_verify")
     assert {(call[13], call[14], call[15], call[20]) for call in made} == {(None, True, -5.0, inner)}
     assert len({call[10:13] for call in made}) == 1, "slots, starts and columns are those of the step, for every layer"
+
+
+def test_steps_of_a_window_are_no_decode_steps() -> None:
+    """Fault A15: a window of two tokens that was left unfused is not taken for two steps of `fuse_kda_decode`."""
+    config = KimiK3Config.minimal().with_layers(1)
+    model, (inputs, state), _ = build_kimi_k3(config, phase="verify", batch=2, tokens=2)
+    module = capture(model, (inputs, state)).module
+    steps = [rule for made in (*LIFTS[:3], LiftStateSlotsPass) for rule in made().rules()]
+    with torch.no_grad():
+        for rule in [*steps, *NORMS]:
+            rewritten(rule, module)
+            eliminate_dead_code(module.graph)
+        report = rewritten(FuseKdaDecode("fewest"), module, allow=True)
+    assert (report.candidates, report.matched) == (2, 0) and not report.refused
+    assert all("expected result 0 of k3.kda_step, found masked_fill" in reason for reason in reasons(report))
 
 
 def test_the_full_width_on_fake_tensors() -> None:
