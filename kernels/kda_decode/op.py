@@ -19,6 +19,8 @@ Sources: Kimi K3's model code, for the bounded decay; Kimi Linear (arXiv 2510.26
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +29,7 @@ from k3rewrite.kernels.gated_rms_norm.op import gated_rms_norm
 from k3rewrite.kernels.kda_step.op import kda_step
 from k3rewrite.kernels.l2_norm.op import l2_norm
 from k3rewrite.kernels.short_conv.op import short_conv
-from k3rewrite.ops.vocabulary import Cost, Op, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, size_hint, tensor_bytes
 
 
 def kda_decode(
@@ -78,7 +80,8 @@ def _cost(
     out_dtype: torch.dtype,
 ) -> Cost:  # fmt: skip
     """Only the rows' own states are read and written."""
-    rows = tensor_bytes(state[:1].expand(qkv.shape[0], *state.shape[1:])) + tensor_bytes(qkv) * columns
+    cells = math.prod(map(size_hint, (qkv.shape[0], *state.shape[1:])))
+    rows = cells * state.element_size() + tensor_bytes(qkv) * columns
     read = tensor_bytes(qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, slots)
     return Cost(1, read + rows, tensor_bytes(gate) // gate.element_size() * out_dtype.itemsize + rows)
 

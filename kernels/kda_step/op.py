@@ -21,10 +21,12 @@ Sources: Kimi Linear (arXiv 2510.26692), section 3; the rounding points are thos
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from k3rewrite.ops.vocabulary import Cost, Op, tensor_bytes
+from k3rewrite.ops.vocabulary import Cost, Op, size_hint, tensor_bytes
 
 
 def kda_step(
@@ -83,7 +85,7 @@ def _cost(
     keys_last: bool,
 ) -> Cost:  # fmt: skip
     """Only the rows' own states are read and written, in place."""
-    rows = tensor_bytes(state) if slots is None else tensor_bytes(state[:1].expand(q.shape[0], *state.shape[1:]))
+    rows = math.prod(map(size_hint, (q.shape[0], *state.shape[1:]))) * state.element_size()
     return Cost(1, tensor_bytes(q, k, v, g, beta, slots) + rows, tensor_bytes(v) + rows)
 
 
