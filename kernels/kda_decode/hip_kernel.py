@@ -56,7 +56,7 @@ def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
 
     Few heads are shared by clusters, as long as no compute unit gets two workgroups. More have their states under way
     in shared memory, three to a compute unit. That a state is not needed again soon is worth a tenth until states are
-    several times the L2, and costs half as much from there on.
+    several times the L2, and costs half as much far beyond that.
     """
     if arch not in CLUSTER_ARCHS:
         return Layout(1, 8 if heads >= compute_units else 16)
