@@ -106,7 +106,7 @@ def plans(chosen: Plan) -> Iterator[tuple[str, Plan]]:
 def variants(call: dict[str, Any], chunk_kda: Any, sweep: bool) -> Iterator[tuple[str, Callable[..., Run]]]:
     if sweep:
         sequences, tokens, heads = call["b"].shape
-        chosen = plan_for(sequences, heads, SIZE, tokens // 64, *device_facts(call["q"].device))
+        chosen = plan_for(sequences, heads, SIZE, SIZE, tokens // 64, *device_facts(call["q"].device))
         for label, plan in plans(chosen):
             yield label, functools.partial(ours, plan=plan)
         return

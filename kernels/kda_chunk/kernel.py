@@ -81,7 +81,7 @@ def plan_of(arguments: Mapping[str, Any], target: Target) -> Plan:
     """The plan of a call; a symbolic number of rows or tokens counts as one row of many."""
     state, shape = arguments["state"], shape_of(dict(arguments))
     rows, chunks = (n if isinstance(n, int) else 1 for n in (shape["rows"], shape["chunks"]))
-    return plan_for(rows, state.shape[1], state.shape[2], chunks, target.arch, target.compute_units)
+    return plan_for(rows, state.shape[1], state.shape[3], state.shape[2], chunks, target.arch, target.compute_units)
 
 
 def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:

@@ -136,7 +136,11 @@ def _launch(arguments: dict[str, Any], out: Tensor, plan: Plan | None, prologue:
     shape, fixed, state = shape_of(arguments), constants(arguments), arguments["state"]
     heads, keys, values, rows = fixed["HEADS"], fixed["K"], fixed["V"], shape["rows"]
     if plan is None:
-        plan = plan_for(rows, heads, values, shape["chunks"], *device_facts(out.device))
+        plan = plan_for(rows, heads, keys, values, shape["chunks"], *device_facts(out.device))
+    if values % plan.tile or (plan.groups > 1 and keys % plan.tile):
+        raise ValueError(
+            f"kda_chunk: tiles of {plan.tile} do not divide {keys} keys and {values} values; take {min(keys, values)}"
+        )
     between = Between(shape["numbers"], heads, keys, values, out.device)
     inputs = [arguments[name] for name in (*INPUTS, "a_log", "dt_bias")]
     strides = [arguments[name].stride(0) for name in INPUTS]

@@ -45,9 +45,10 @@ def groups_for(programs: int, chunks: int, compute_units: int) -> int:
     return wanted if wanted >= FEWEST_GROUPS else 1
 
 
-def plan_for(rows: int, heads: int, values: int, chunks: int, arch: str, compute_units: int) -> Plan:
-    """The plan of a call. `chunks`: of the longest row, as far as shapes tell."""
-    tile = min(64, values)
+def plan_for(rows: int, heads: int, keys: int, values: int, chunks: int, arch: str, compute_units: int) -> Plan:
+    """The plan of a call. `chunks`: of the longest row, as far as shapes tell. No tile of the groups' summaries, keys
+    followed by values, has some of both."""
+    tile = min(64, keys, values)
     groups = groups_for(rows * heads * (values // tile), chunks, compute_units)
     if arch.startswith("sm_"):
         return Plan(tile, groups, prologue_registers=128, ptx=True, order_precision="tf32")

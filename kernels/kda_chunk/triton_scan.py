@@ -145,6 +145,7 @@ def kda_chunk_groups(
     whose start is known, B alone, which is its end. Its start goes to `starts`."""
     n, group, head = tl.program_id(2) // (GROUPS - 1), tl.program_id(2) % (GROUPS - 1), tl.program_id(1)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.static_assert(K % TILE == 0 and V % TILE == 0, "no tile has rows of M and of B")
     transform = (tl.program_id(0) * TILE) < K
     _batch, _first, length, _end, base, slot = tokens_of(
         n, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL

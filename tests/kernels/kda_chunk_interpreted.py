@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from kda_chunk_cases import errors, make_call, near_parallel
 
 from k3rewrite.kernels.kda_chunk.checkpoint import checkpoint_table
 from k3rewrite.kernels.kda_chunk.launch import kda_chunk
-from k3rewrite.kernels.kda_chunk.plan import Plan
+from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
 
 FP32: dict[str, Any] = {"out_dtype": torch.float32}
 WEAK = FP32 | {"bias": -6.0}
@@ -40,6 +41,8 @@ CASES: dict[str, tuple[dict[str, Any], Plan]] = {
     "nearly parallel, strong decay": (near_parallel(make_call([64], 1, 64, bias=1.4, **FP32)), Plan(tile=64)),
     "two groups": (make_call([560, 70], 1, 32, slots=[2, 1], **WEAK), Plan(tile=32, groups=2)),
     "three groups": (make_call([650, 1], 1, 32, slots=[2, 1], packed=True, **WEAK), Plan(tile=16, groups=3)),
+    "groups, wider values": (make_call([330], 1, 32, values=64, **WEAK), replace(plan_for(1, 1, 32, 64, 6, "cpu", 1), groups=2)),
+    "groups, wider keys": (make_call([330], 1, 64, values=32, **WEAK), replace(plan_for(1, 1, 64, 32, 6, "cpu", 1), groups=2)),
     "empty groups": (make_call([64, 300], 1, 32, fresh=[False, True], **WEAK), Plan(tile=32, groups=4)),
     "checkpoints": (with_checkpoints(False), ONE),
     "checkpoints in a line": (with_checkpoints(True), Plan(tile=32, groups=2)),

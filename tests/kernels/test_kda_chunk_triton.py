@@ -88,12 +88,14 @@ def test_groups_only_where_compute_units_would_be_idle() -> None:
     assert groups_for(96, 1024, 132) == 1  # four sequences
     assert groups_for(1, 1024, 256) == 32 and groups_for(1, 100, 256) == 25  # at most 32
     assert groups_for(0, 0, 132) == 1
-    assert [plan_for(1, 12, 128, 64, arch, units).groups for arch, units in (("sm_90", 132), ("gfx950", 256))] == [
+    assert [plan_for(1, 12, 128, 128, 64, arch, units).groups for arch, units in (("sm_90", 132), ("gfx950", 256))] == [
         5,
         10,
     ]
-    assert plan_for(1, 12, 128, 64, "sm_90", 132).ptx and not plan_for(1, 12, 128, 64, "gfx950", 256).ptx
-    assert plan_for(1, 12, 32, 64, "sm_90", 132).tile == 32 and isinstance(plan_for(0, 12, 32, 0, "cpu", 1), Plan)
+    assert plan_for(1, 12, 128, 128, 64, "sm_90", 132).ptx and not plan_for(1, 12, 128, 128, 64, "gfx950", 256).ptx
+    assert isinstance(plan_for(0, 12, 32, 32, 0, "cpu", 1), Plan)
+    for keys, values, tile in ((32, 32, 32), (32, 128, 32), (128, 32, 32), (64, 128, 64), (128, 128, 64)):
+        assert plan_for(1, 12, keys, values, 64, "sm_90", 132).tile == tile
 
 
 @pytest.mark.parametrize(
