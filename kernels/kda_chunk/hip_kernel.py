@@ -90,7 +90,7 @@ def prologue(arguments: dict[str, Any], between: Between, plan: Plan) -> None:
         return q if arguments[name] is None else arguments[name]
 
     _function(tuple(wanted.defines.items()), q.device)(
-        grid=(q.shape[2], shape["numbers"]),
+        grid=(q.shape[2] * shape["numbers"],),
         threads=THREADS,
         arguments=[
             *(given(name) for name in (*INPUTS, "a_log", "dt_bias", "slots", "lengths", "offsets")), *between.results,

@@ -113,7 +113,7 @@ def launch_prologue(arguments: dict[str, Any], between: Between, plan: Plan) -> 
     from k3rewrite.kernels.kda_chunk import triton_prologue
 
     shape, fixed = shape_of(arguments), constants(arguments)
-    triton_prologue.kda_chunk_prologue[(fixed["HEADS"], shape["numbers"])](
+    triton_prologue.kda_chunk_prologue[(fixed["HEADS"] * shape["numbers"],)](
         *(arguments[name] for name in (*INPUTS, "a_log", "dt_bias", "slots", "lengths", "offsets")), *between.results,
         between.inverse, *(arguments[name].stride(0) for name in INPUTS), shape["rows"], shape["tokens"],
         shape["chunks"], *numbers_of(arguments), **fixed, **flags_of(arguments), **token_strides(arguments),
@@ -155,17 +155,17 @@ def _launch(arguments: dict[str, Any], out: Tensor, plan: Plan | None, prologue:
     if plan.groups > 1:
         starts = state.new_empty(rows, plan.groups, heads, values, keys)
         summaries = state.new_empty(rows, plan.groups - 1, heads, keys + values, keys)
-        triton_scan.kda_chunk_groups[((keys + values) // plan.tile, heads, rows * (plan.groups - 1))](
+        triton_scan.kda_chunk_groups[((keys + values) // plan.tile * heads * rows * (plan.groups - 1),)](
             state, slots, arguments["fresh"], lengths, offsets, summaries, starts, between.values, between.keys,
             between.ends, between.decay, *pool, *extents, **fixed, **fresh, TILE=plan.tile, GROUPS=plan.groups,
             STAGES=plan.group_stages, num_warps=plan.scan_warps, **COMMON,
         )  # fmt: skip
-        triton_scan.kda_chunk_order[(values // plan.order_tile, heads, rows)](
+        triton_scan.kda_chunk_order[(values // plan.order_tile * heads * rows,)](
             lengths, slots, offsets, summaries, starts, *extents, **fixed, TILE=plan.order_tile, GROUPS=plan.groups,
             PRECISION=plan.order_precision, num_warps=4, **COMMON,
         )  # fmt: skip
     checkpoints = arguments["checkpoints"]
-    triton_scan.kda_chunk_scan[(values // plan.tile, heads, rows * plan.groups)](
+    triton_scan.kda_chunk_scan[(values // plan.tile * heads * rows * plan.groups,)](
         *inputs, state, slots, arguments["fresh"], lengths, offsets, checkpoints, starts, *between.results, out,
         *strides, *pool, *extents, 0 if checkpoints is None else checkpoints.shape[1], *numbers_of(arguments), **fixed,
         **flags_of(arguments), **fresh, **steps, TILE=plan.tile, SAVES=checkpoints is not None, GROUPS=plan.groups,

@@ -9,9 +9,9 @@ It is computed in chunks of 64 tokens (`form.py`), which is the same function. q
 All of it is computed in the state's dtype, and o is rounded once, to `out_dtype`.
 
 lengths     Row n of a batch [B, L] has lengths[n] tokens, at the left; None: L. What stands behind them has no effect,
-            whatever it is, and their o is zero.
+            whatever it is, and their o is zero. Below 0 is 0, above L is L.
 offsets     [N + 1], with B = 1: row n has the tokens offsets[n] .. offsets[n + 1] of one long line. Tokens behind the
-            last offset belong to nobody. Not together with `lengths`.
+            last offset belong to nobody. Below 0 is 0, above the line's end is its end. Not together with `lengths`.
 slots       None: row n of the state belongs to row n. Else row n has the state in slot slots[n]; no two rows share one.
 null_slot   True: slots at or below zero are nobody's: o is zero, and no state is touched. A row without tokens touches
             none either.
@@ -47,6 +47,7 @@ def kda_chunk(
     check(q, lengths, offsets, checkpoints, bound)
     tokens, wide = q.shape[1], state.dtype
     if offsets is not None:
+        offsets = offsets.clamp(0, tokens)
         lengths = offsets[1:] - offsets[:-1]
         q, k, v, f, b = (padded_rows(x, offsets) for x in (q, k, v, f, b))
     dead = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)

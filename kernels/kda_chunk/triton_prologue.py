@@ -11,9 +11,9 @@ Sums of gates. G relative to the first row of a block of 16 is a product with a 
 split into three bf16 parts that make up the fp32 number, and the sums are fp32: exact to fp32, without a scan.
 
 Exponents. A pair (i, j) is referenced to the first row of i's block of 16 if j is in it too; else to the first row of
-i's block if j is in the one before, in the same 32; else to row 32. So no factor exceeds exp(75), those of different
-blocks do not exceed 1, and none that counts for row i depends on a token later than i. Each kind is one product of 64
-by 64, of which only the fields of that kind are taken.
+i's block if j is in the one before, in the same 32; else to row 32. So no factor exceeds exp(87), and raw keys come
+within length 1 before they meet it; those of different blocks do not exceed 1, and none that counts for row i depends
+on a token later than i. Each kind is one product of 64 by 64, of which only the fields of that kind are taken.
 
 The inverse. A and T are fp32. The diagonal blocks are inverted by substitution, a column of T in a thread: rows of A
 are read as numbers, so that there is neither a reduction nor a barrier in it. Larger blocks are put together from
@@ -95,6 +95,19 @@ def inverse_length(x, eps, NORMED: tl.constexpr):
 
 
 @triton.jit
+def powers(length, NORMED: tl.constexpr):
+    """Of reciprocal lengths of raw keys: a power of two that makes none of them longer than 1, at most 1; and its
+    reciprocal. exp(86) times a raw key would be beyond fp32. A power of two rounds nothing, so that what a later key is
+    has no effect on an earlier token. Keys that are not finite have no say."""
+    if NORMED:
+        return tl.full([], 1.0, tl.float32), tl.full([], 1.0, tl.float32)
+    else:
+        least = tl.minimum(tl.min(tl.where(length > 0, length, 1.0), 0), 1.0)
+        bits = least.to(tl.int32, bitcast=True) & 0x7F800000
+        return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def references(first_gate, step):
     """Of the four blocks, [4, K]: G of the first row; G_last less that; that less G of row 32; and, of the first of a
     pair of blocks, that less G of the second's first row, 0 for a second. `step`: what G grows by up to the first row
@@ -146,14 +159,15 @@ def kda_chunk_prologue(
     NORMED: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr,
     ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (heads, numbers of chunks). `inverse`: fp32 [chunks, heads, 64, 64], which may lie in `values`."""
-    head, number = tl.program_id(0), tl.program_id(1)
-    row, chunk = row_of_chunk(number, offsets, rows, chunks, PACKED, ROWS)
+    """Grid: heads · numbers of chunks; only the first number of a grid may be above 65,535. `inverse`: fp32
+    [chunks, heads, 64, 64], which may lie in `values`."""
+    head, number = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    row, chunk = row_of_chunk(number, offsets, rows, tokens, chunks, PACKED, ROWS)
     batch, first, length, _end, _base, _slot = tokens_of(
         row, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL
     )
     skipped = chunk * 64
-    if (length > 1) & (skipped < length):  # one token alone goes another way
+    if (length > 1) & (skipped >= 0) & (skipped < length):  # one token alone goes another way
         narrow: tl.constexpr = values.dtype.element_ty
         at = tl.arange(0, 64)
         live = at < length - skipped
@@ -170,6 +184,7 @@ def kda_chunk_prologue(
         q_whole = tl.load(q_rows + at[:, None] * q_token + channels[None, :], mask=live[:, None], other=0.0)
         k_length = inverse_length(k_whole, l2_eps, NORMED)
         q_length = inverse_length(q_whole, l2_eps, NORMED) * q_scale
+        shrink, grow = powers(k_length, NORMED)
 
         a, p = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
         for slab in tl.range(0, K, SLAB, num_stages=1):
@@ -208,10 +223,10 @@ def kda_chunk_prologue(
                 k_row = row_of(k_at, r, k_token, behind)
                 k_left = k_left + ((k_row * factor).to(narrow),)
                 q_left = q_left + ((row_of(q_at, r, q_token, behind) * factor).to(narrow),)
-                right = right + ((k_row * exp2(-local[r], PTX)).to(narrow),)
+                right = right + ((k_row * shrink * exp2(-local[r], PTX)).to(narrow),)
             right_tile = tl.trans(tile_of(right, SLAB))
-            a += tl.where(same_block, tl.dot(tile_of(k_left, SLAB), right_tile), a_part)
-            p += tl.where(same_block, tl.dot(tile_of(q_left, SLAB), right_tile), p_part)
+            a += tl.where(same_block, tl.dot(tile_of(k_left, SLAB), right_tile) * grow, a_part)
+            p += tl.where(same_block, tl.dot(tile_of(q_left, SLAB), right_tile) * grow, p_part)
 
             k_start, q_start, to_end = (), (), ()
             tl.debug_barrier()

@@ -28,6 +28,13 @@ from k3rewrite.kernels.kda_chunk.triton_tokens import gate, rate, tokens_of
 
 
 @triton.jit
+def program(TILES: tl.constexpr, HEADS: tl.constexpr):
+    """(tile, head, the rest) of a program. One number, for only the first of a grid may be above 65,535."""
+    number = tl.program_id(0)
+    return number % TILES, number // TILES % HEADS, number // (TILES * HEADS)
+
+
+@triton.jit
 def group_of(length, group, GROUPS: tl.constexpr):
     """(first chunk, the one behind the last) of a group: all alike but the last one, which may be empty."""
     chunks = tl.where(length > 1, (length + 63) // 64, 0)
@@ -62,7 +69,8 @@ def start_of(state, slot, head, row, fresh, n, length, state_slot, state_head, K
     kept = length
     if FRESH:
         kept = tl.where(tl.load(fresh + n) != 0, 0, length)
-    return tl.load(state + slot * state_slot + head * state_head + cells, mask=cells * 0 + kept > 0, other=0.0)
+    head_at = head.to(tl.int64) * state_head
+    return tl.load(state + slot * state_slot + head_at + cells, mask=cells * 0 + kept > 0, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "chunks", "saves"])
@@ -75,9 +83,10 @@ def kda_chunk_scan(
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, FRESH: tl.constexpr,
     SAVES: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (V / TILE, heads, rows · GROUPS). `starts`: fp32 [rows, GROUPS, heads, V, K], with more than one group."""
-    n, group, head = tl.program_id(2) // GROUPS, tl.program_id(2) % GROUPS, tl.program_id(1)
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    """Grid: V / TILE · heads · rows · GROUPS. `starts`: fp32 [rows, GROUPS, heads, V, K], with more than one group."""
+    tile, head, number = program(V // TILE, HEADS)
+    n, group = number // GROUPS, number % GROUPS
+    row = tile * TILE + tl.arange(0, TILE)
     at, channels = tl.arange(0, 64), tl.arange(0, K)
     batch, first, length, end, base, slot = tokens_of(
         n, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL
@@ -89,7 +98,8 @@ def kda_chunk_scan(
         s = tl.load(starts + own * (V * K) + cells, mask=cells * 0 + begin < behind + (group == 0), other=0.0)
     else:
         s = start_of(state, slot, head, row, fresh, n, length, state_slot, state_head, K, FRESH)
-    pool = state + slot * state_slot + head * state_head
+    head_at = head.to(tl.int64) * state_head  # as far apart as the slots, if all slots of a head lie side by side
+    pool = state + slot * state_slot + head_at
     tokens_at = (batch * tokens + first) * (HEADS * V) + head * V
 
     for chunk in tl.range(begin, behind, num_stages=STAGES):
@@ -108,7 +118,7 @@ def kda_chunk_scan(
             whole = (chunk * 64 + 64 <= length) & (chunk < saves)
             target = tl.load(checkpoints + n.to(tl.int64) * saves + chunk, mask=whole, other=0).to(tl.int64)
             if target > 0:
-                tl.store(state + target * state_slot + head * state_head + cells, s)
+                tl.store(state + target * state_slot + head_at + cells, s)
 
     if (length == 1) & (group == 0):
         token = first.to(tl.int64)
@@ -141,12 +151,13 @@ def kda_chunk_groups(
     LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, FRESH: tl.constexpr, GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ((K + V) / TILE, heads, rows · (GROUPS - 1)). Rows below K of a summary are M, the others B; of group 0,
+    """Grid: (K + V) / TILE · heads · rows · (GROUPS - 1). Rows below K of a summary are M, the others B; of group 0,
     whose start is known, B alone, which is its end. Its start goes to `starts`."""
-    n, group, head = tl.program_id(2) // (GROUPS - 1), tl.program_id(2) % (GROUPS - 1), tl.program_id(1)
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tile, head, number = program((K + V) // TILE, HEADS)
+    n, group = number // (GROUPS - 1), number % (GROUPS - 1)
+    row = tile * TILE + tl.arange(0, TILE)
     tl.static_assert(K % TILE == 0 and V % TILE == 0, "no tile has rows of M and of B")
-    transform = (tl.program_id(0) * TILE) < K
+    transform = tile * TILE < K
     _batch, _first, length, _end, base, slot = tokens_of(
         n, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL
     )
@@ -174,10 +185,10 @@ def kda_chunk_order(
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
     LENGTHS: tl.constexpr, SLOTS: tl.constexpr, NULL: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (V / TILE, heads, rows). Starts of groups 1 and later: S <- S M + B. PRECISION: of fp32 products; TF32,
+    """Grid: V / TILE · heads · rows. Starts of groups 1 and later: S <- S M + B. PRECISION: of fp32 products; TF32,
     where there is such a thing, is finer than the bf16 states that made M."""
-    n, head = tl.program_id(2), tl.program_id(1)
-    row, channels = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, K)
+    tile, head, n = program(V // TILE, HEADS)
+    row, channels = tile * TILE + tl.arange(0, TILE), tl.arange(0, K)
     _batch, _first, length, _end, _base, _slot = tokens_of(
         n, slots, lengths, offsets, rows, tokens, chunks, PACKED, LENGTHS, SLOTS, NULL
     )

@@ -15,13 +15,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def row_of_chunk(number, offsets, rows, chunks, PACKED: tl.constexpr, ROWS: tl.constexpr):
-    """(row, chunk of it) of a number; ROWS: a power of two, at least as many as there are rows."""
+def within(n, tokens):
+    """A length or an offset, not below 0 and not above the number of tokens; int32. What stands elsewhere in memory is
+    out of reach so, whatever a caller's tensors hold."""
+    return tl.minimum(tl.maximum(n, 0), tokens).to(tl.int32)
+
+
+@triton.jit
+def row_of_chunk(number, offsets, rows, tokens, chunks, PACKED: tl.constexpr, ROWS: tl.constexpr):
+    """(row, chunk of it) of a number; ROWS: a power of two, at least as many as there are rows. A chunk below 0: the
+    number is no row's."""
     if PACKED:
         n = tl.arange(0, ROWS)
-        first = tl.load(offsets + n, mask=n < rows, other=0).to(tl.int32) // 64 + n
-        row = tl.sum(((first <= number) & (n < rows)).to(tl.int32), 0) - 1
-        return row, number - (tl.load(offsets + row).to(tl.int32) // 64 + row)
+        first = within(tl.load(offsets + n, mask=n < rows, other=0), tokens) // 64 + n
+        row = tl.maximum(tl.sum(((first <= number) & (n < rows)).to(tl.int32), 0) - 1, 0)
+        return row, number - (within(tl.load(offsets + row), tokens) // 64 + row)
     else:
         return number // chunks, number % chunks
 
@@ -37,9 +45,9 @@ def tokens_of(
         slot = tl.load(slots + row).to(tl.int64)
     if PACKED:
         batch = row * 0
-        first = tl.load(offsets + row).to(tl.int32)
-        behind = tl.load(offsets + row + 1).to(tl.int32)
-        length = behind - first
+        first = within(tl.load(offsets + row), tokens)
+        behind = within(tl.load(offsets + row + 1), tokens)
+        length = tl.maximum(behind - first, 0)
         number = first // 64 + row
         end = tl.where(row == rows - 1, tokens, behind) - first
     else:
@@ -47,7 +55,7 @@ def tokens_of(
         first = row * 0
         length = tokens
         if LENGTHS:
-            length = tl.load(lengths + row).to(tl.int32)
+            length = within(tl.load(lengths + row), tokens)
         number = row * chunks
         end = tokens
     if NULL:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hip_emulation import COMPILER, emulated
-from kda_chunk_cases import make_call, near_parallel, relative
+from kda_chunk_cases import BY_TOKEN, make_call, near_parallel, relative
 from torch import Tensor
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
@@ -18,6 +18,7 @@ from k3rewrite.kernels.kda_chunk import hip_kernel, launch
 from k3rewrite.kernels.kda_chunk.form import CHUNK, score_parts
 from k3rewrite.kernels.kda_chunk.kernel import KERNELS
 from k3rewrite.kernels.kda_chunk.launch import Between, shape_of
+from k3rewrite.kernels.kda_chunk.op import LOWEST_BOUND
 from k3rewrite.kernels.kda_chunk.plan import Plan
 from k3rewrite.targets import lds_use, load_target
 
@@ -30,7 +31,9 @@ def chunks_of(call: dict[str, Any]) -> list[tuple[int, int, int, int]]:
     """(number, batch, first token, tokens) of every chunk that the prologue has to do."""
     found = []
     offsets = call["offsets"]
-    lengths = (call["lengths"] if offsets is None else offsets[1:] - offsets[:-1]).tolist()
+    tokens = call["q"].shape[1]
+    offsets = None if offsets is None else offsets.clamp(0, tokens)
+    lengths = (call["lengths"] if offsets is None else offsets[1:] - offsets[:-1]).clamp(0, tokens).tolist()
     each = shape_of(call)["chunks"]
     for row, length in enumerate(lengths):
         null = call["slots"] is not None and call["null_slot"] and int(call["slots"][row]) <= 0
@@ -114,11 +117,15 @@ def errors(between: Between, call: dict[str, Any]) -> dict[str, float]:
     return worst | {"elsewhere": written}
 
 
+SATURATED = make_call([66], 1, 128, bias=30.0)
 CASES: dict[str, dict[str, Any]] = {
     "ragged rows": make_call([150, 1, 64, 0, 70], 2, 128, slots=[3, 1, 5, 2, 0], width=160),
     "one line": make_call([65, 1, 0, 66, 3], 1, 128, slots=[4, 2, 6, 1, 0], packed=True, width=150, bias=-6.0),
     "slot 0 is a slot": make_call([33, 64], 1, 128, slots=[0, 2], null_slot=False, bias=-2.0),
     "normalised, not raw": make_call([40], 2, 128, raw=False, normed=True),
+    "lengths outside": make_call([64, 64, 64], 1, 128) | {"lengths": torch.tensor([70, -40, 1 << 33])},
+    "offsets outside": make_call([64, 64], 1, 128, packed=True) | {"offsets": torch.tensor([-3, 64, 300])},
+    "saturated gates, long keys": SATURATED | {"k": SATURATED["k"] * 100, "bound": LOWEST_BOUND},
 }
 
 
@@ -198,6 +205,18 @@ def test_what_it_does_not_take() -> None:
     assert "q is float16; bfloat16 is read" in str(KERNEL.accepts(narrow, mi355x))
     odd = torch.zeros(1, 70, 2 * 128 + 4, dtype=torch.bfloat16)[..., :256].unflatten(2, (2, 128))
     assert "tokens of q do not begin at multiples of 16 bytes" in str(KERNEL.accepts(call | {"q": odd}, mi355x))
+
+
+def test_grid_of_millions_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first number of a grid may be more than 65,535."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(hip_kernel, "_function", lambda *wanted: lambda **launched: grids.append(launched["grid"]))
+    monkeypatch.setattr(Tensor, "data_ptr", lambda self: 0)
+    call = make_call([2], 12, 128)
+    for name in BY_TOKEN:
+        call[name] = torch.empty(1, 1 << 23, *call[name].shape[2:], dtype=torch.bfloat16, device="meta")
+    hip_kernel.prologue(call, Between(1, 1, 128, 128, torch.device("meta"), torch.bfloat16), PLAN)
+    assert grids == [(12 * (1 << 17),)]
 
 
 def test_odd_addresses_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:

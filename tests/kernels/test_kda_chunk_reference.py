@@ -145,6 +145,20 @@ def test_bad_input_is_refused_before_a_state_is_written() -> None:
             OP.overload(*(call | change).values())
 
 
+@pytest.mark.parametrize(
+    ("name", "stray", "inside"),
+    [
+        ("lengths", [70, -40], [64, 0]),
+        ("offsets", [-3, 64, 300], [0, 64, 128]),
+        ("offsets", [0, 150, 150], [0, 128, 128]),
+    ],
+)
+def test_lengths_and_offsets_outside_of_the_tokens(name: str, stray: list[int], inside: list[int]) -> None:
+    call = make_call([64, 64], 1, 32, slots=[2, 1], packed=name == "offsets")
+    found, expected = (exact(call | {name: torch.tensor(values)}) for values in (stray, inside))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_no_rows_and_no_tokens() -> None:
     for call in (
         make_call([], 2, 16, width=3),

@@ -6,21 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kda_chunk_cases import make_call
+from kda_chunk_cases import BY_TOKEN, make_call
 
 from k3rewrite.emit import Provenance, emit_unit
 from k3rewrite.kernels.kda_chunk.kernel import KERNELS, plan_of
+from k3rewrite.kernels.kda_chunk.launch import kda_chunk
 from k3rewrite.kernels.kda_chunk.plan import Plan, groups_for, plan_for
 from k3rewrite.kernels.kda_chunk.units import units_of
 from k3rewrite.targets import load_target
 
 pytest.importorskip("triton")
+from k3rewrite.kernels.kda_chunk import triton_prologue, triton_scan
+
 KERNEL = KERNELS[0]
 
 
@@ -33,25 +37,62 @@ def interpreted() -> dict[str, dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 18
+    assert len(results) == 25
     return results
 
 
 def test_near_fp64(interpreted: dict[str, dict[str, Any]]) -> None:
     for name, found in interpreted.items():
-        if name != "prefixes":
+        if name not in ("prefixes", "far"):
             assert found["out"] <= (5e-3 if name == "bf16 out" else 1e-6) and found["state"] <= 1e-6, name
 
 
 def test_nothing_else_is_touched(interpreted: dict[str, dict[str, Any]]) -> None:
     for name, found in interpreted.items():
-        if name != "prefixes":
+        if name not in ("prefixes", "far"):
             assert (found["dead"], found["untouched"]) == (0, 0) and found["inputs_kept"], name
             assert found.get("in_place_same", True), name
 
 
 def test_later_gates_leave_earlier_outputs_bit_equal(interpreted: dict[str, dict[str, Any]]) -> None:
-    assert interpreted["prefixes"] == {"20": True, "47": True, "64": True, "80": True}
+    assert interpreted["prefixes"] == {name: True for t in (20, 47, 64, 80) for name in (f"{t}", f"keys {t}")}
+
+
+def test_offsets_into_the_pool_have_64_bits(interpreted: dict[str, dict[str, Any]]) -> None:
+    """Row 100 of the fault kinds: a slot or a head that begins behind 2^31 elements."""
+    assert interpreted["far"] == {"slots": True, "heads": True}
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1 << 23), (70_000, 2)])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_grids_of_millions_of_tokens(
+    rows: int, tokens: int, groups: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 36 of the fault kinds: only the first number of a grid may be more than 65,535."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(triton_prologue, "kda_chunk_prologue", Launched())
+    for name in ("groups", "order", "scan"):
+        monkeypatch.setattr(triton_scan, f"kda_chunk_{name}", Launched())
+    call = make_call([2], 12, 128, packed=packed)
+    call = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    for name in BY_TOKEN:
+        shape = (1, rows * tokens) if packed else (rows, tokens)
+        call[name] = torch.empty(*shape, *call[name].shape[2:], dtype=torch.bfloat16, device="meta")
+    name = "offsets" if packed else "lengths"
+    call[name] = torch.empty(rows + packed, dtype=torch.int32, device="meta")
+    call["state"] = torch.empty(rows, 12, 128, 128, device="meta")
+    kda_chunk(**call, plan=Plan(groups=groups))
+    assert len(grids) == (2 if groups == 1 else 4)
+    chunks = rows * tokens // 64 + rows if packed else rows * -(-tokens // 64)
+    assert grids[0] == (12 * chunks,) and grids[-1] == (2 * 12 * rows * groups,)
+    assert all(len(grid) == 1 and grid[0] < 1 << 31 for grid in grids)
 
 
 REGISTERS = {"nvidia": 255, "amd": 512}

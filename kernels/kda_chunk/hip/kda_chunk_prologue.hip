@@ -64,6 +64,12 @@ K3_DEVICE float unit_length(float squares, float eps) {
     return KDA_NORMED ? 1.0f : fast_rsqrt(squares + eps);
 }
 
+// A length or an offset, not below 0 and not above the number of tokens.
+template <class Number>
+K3_DEVICE i32 within(Number n, i32 tokens) {
+    return n < 0 ? 0 : n > tokens ? tokens : static_cast<i32>(n);
+}
+
 struct span {
     i64 batch, token;  // of the chunk's first token
     i32 left;          // tokens of the row from there on; 0: nothing is to be done
@@ -77,23 +83,23 @@ K3_DEVICE span span_of(
         row = 0;
         for (i32 behind = rows; behind - row > 1;) {
             const i32 middle = (row + behind) / 2;
-            if (static_cast<i32>(offsets[middle]) / chunk_tokens + middle <= number) row = middle;
+            if (within(offsets[middle], tokens) / chunk_tokens + middle <= number) row = middle;
             else behind = middle;
         }
-        batch = 0, first = offsets[row];
-        length = static_cast<i32>(offsets[row + 1]) - static_cast<i32>(first);
+        batch = 0, first = within(offsets[row], tokens);
+        length = within(offsets[row + 1], tokens) - static_cast<i32>(first);
         index = number - (static_cast<i32>(first) / chunk_tokens + row);
     } else if constexpr (KDA_LENGTHS != 0) {
-        length = static_cast<i32>(lengths[row]);
+        length = within(lengths[row], tokens);
     }
     if constexpr (KDA_NULL != 0) length = slots[row] > 0 ? length : 0;
     const i32 before = index * chunk_tokens;
-    return {batch, first + before, length > 1 && before < length ? length - before : 0};  // one token is no chunk
+    return {batch, first + before, length > 1 && before >= 0 && before < length ? length - before : 0};  // one token is no chunk
 }
 
 }  // namespace
 
-// Grid: (HEADS, numbers of chunks).
+// Grid: HEADS · numbers of chunks; only the first number of a grid may be above 65,535.
 K3_KERNEL_OCCUPANCY(threads, 2) kda_chunk_prologue(
     const bf16* q, const bf16* k, const bf16* v, const bf16* f, const bf16* b, const float* a_log, const float* dt_bias,
     const slot_type* slots, const length_type* lengths, const offset_type* offsets, bf16* values, bf16* keys,
@@ -110,12 +116,12 @@ K3_KERNEL_OCCUPANCY(threads, 2) kda_chunk_prologue(
     float* const betas = reinterpret_cast<float*>(beta_room);
     static_assert(3 * 16 * right_pitch <= size * chunk_tokens, "three blocks of the right side fit the tile");
 
-    const i32 head = block_x(), own = wave(), r = lane() % 16, g = lane() / 16;
-    const span here = span_of(block_y(), slots, lengths, offsets, rows, tokens, chunks);
+    const i32 head = block_x() % KDA_HEADS, number = block_x() / KDA_HEADS, own = wave(), r = lane() % 16, g = lane() / 16;
+    const span here = span_of(number, slots, lengths, offsets, rows, tokens, chunks);
     if (here.left == 0) return;
     const i32 token = own * 16 + r;  // of the chunk
     const bool live = token < here.left;
-    const i64 at = static_cast<i64>(block_y()) * KDA_HEADS + head;
+    const i64 at = static_cast<i64>(number) * KDA_HEADS + head;
     const i64 line = here.token + token;
     const bf16* const q_row = q + here.batch * q_batch + line * q_token + head * size;
     const bf16* const k_row = k + here.batch * k_batch + line * k_token + head * size;
