@@ -33,7 +33,7 @@ def interpreted() -> dict[str, dict[str, Any]]:
     script = Path(__file__).with_name("kda_chunk_interpreted.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
