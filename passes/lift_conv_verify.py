@@ -6,9 +6,10 @@
     pool   = pool.index_put((slots,), where(dead, pool[0], window[:, 1:]))
 
 A pool of which only the first columns move, `pool[:, :kept]`, is written through a slice. Slots at or below zero are
-taken for nobody's only where the graph shows it. Columns must be seen not to be below zero, where an index counts from the
-last one: by their range, or because the offset that they are counted from is one that slots are gathered by, as
-`table.gather(1, accepted - 1)`, where eager takes none below zero. Before `lift_short_conv`: a window of one token would be one of that.
+taken for nobody's only where the graph shows it. Columns must be seen not to be below zero, where an index counts from
+the last one: by their range, or because the offset that they count from is one that slots are gathered by, as in
+`table.gather(1, accepted - 1)`, where eager takes none below zero. Before `lift_short_conv`: a window of one token
+would be one of that.
 """
 
 from __future__ import annotations

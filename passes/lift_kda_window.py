@@ -187,7 +187,7 @@ def _read(first: Node) -> Match:
     if not same_sizes(table.meta["val"].shape, shape) or not same_sizes(start.meta["val"].shape, shape[:1]):
         raise Unlike("start and table are not one slot for each sequence and each token", table)
     if not _starts_within(start, table):
-        raise Unlike("a row may start from what another row writes: its start is not gathered from its own slots", start)
+        raise Unlike("a row may start from what another row writes: start is not gathered from its own slots", start)
     bindings |= {"pool": pool, "start": start, "table": table, "out": out, "states": put.node}
     if mask is not None or put.where is not None:
         silent = _null_masks(mask, put, out, pool, start, table)

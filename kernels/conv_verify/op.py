@@ -13,8 +13,8 @@ lengths   None: every window has N tokens. Else row b has lengths[b]; what is pa
 null_slot True: slots at or below zero are nobody's. Such a row starts from zeros and leaves the line as it is.
           False: slot 0 is a slot as any other.
 
-Rounding is that of `k3::short_conv`. Two rows never share a slot. Columns of somebody's row are not below zero: a kernel
-need not count such from the last one.
+Rounding is that of `k3::short_conv`. Two rows never share a slot. Columns of somebody's row are not below zero: a
+kernel need not count such from the last one.
 """
 
 from __future__ import annotations
