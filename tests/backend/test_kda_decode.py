@@ -127,10 +127,13 @@ def test_a_batch_whose_size_is_not_known() -> None:
 
 
 def test_a_verify_window_is_no_decode_step() -> None:
-    """Fault A15: asked to fuse a window of two tokens the pass finds nothing, and says what it met."""
+    """Fault A15: asked to fuse the steps of a window of two tokens, the pass finds nothing, and says what it met."""
     model, args, _ = build_kimi_k3(CONFIG, phase="verify", batch=2, tokens=2, dtype=torch.float32)
     pipeline = {
-        "version": 1, "extends": "kimi-k3-verify", "passes": [{"fuse_kda_decode": {"expect": f"== {KDA}"}}],
+        "version": 1, "extends": "kimi-k3-verify",
+        "passes": [
+            {"lift_kda_window": False}, {"fuse_kda_verify": False}, {"fuse_kda_decode": {"expect": f"== {KDA}"}},
+        ],
     }  # fmt: skip
     backend = Backend({"pipeline": pipeline, "target": "h200", "finalise": "eager", "names": CONFIG.counts()})
     with pytest.raises(Exception, match="pass fuse_kda_decode rewrote 0 of") as caught, torch.no_grad():
