@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from k3rewrite.graph.effects import effect
 from k3rewrite.graph.provenance import module_path
+from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.patterns.bindings import describe
 
 aten = torch.ops.aten
@@ -75,7 +76,8 @@ class Sizes:
     def is_state(self, value: Tensor) -> bool:
         shape = tuple(value.shape)
         floats = value.dtype.is_floating_point
-        return floats and len(shape) == 4 and shape[:2] == (self.batch, self.heads) and self.keys in shape[2:]
+        own = len(shape) == 4 and same_sizes(shape[:2], (self.batch, self.heads))
+        return floats and own and any(same_size(size, self.keys) for size in shape[2:])
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class _Growing:
 
     def _is_input(self, value: Tensor) -> bool:
         shape = value.shape
-        tokens = self.sizes.length(shape) and (len(shape) == 3 or (len(shape) == 4 and shape[3] != 1))
+        tokens = self.sizes.length(shape) and (len(shape) == 3 or (len(shape) == 4 and not same_size(shape[3], 1)))
         return (tokens and value.dtype.is_floating_point) or self.sizes.is_state(value)
 
 
@@ -191,6 +193,8 @@ def _region(
     state = [n for n in inputs if sizes.is_state(n.meta["val"])]
     rates = [n for n in inputs if n.meta["val"].dim() == 3]
     rows = [n for n in inputs if n not in state and n not in rates and n is not gates]
+    if symbolic := [n for n in inputs if not all(isinstance(size, int) for size in n.meta["val"].shape)]:
+        raise NotFound("a size is symbolic, and a region is found out by running it", symbolic[0])
     if len(rows) != 3 or len(rates) != 1 or len(state) > 1:
         raise NotFound(
             f"besides gates the chunks read {len(rows)} values [batch, tokens, heads, ·], {len(rates)} [batch, tokens, "
@@ -215,7 +219,12 @@ def _grow_down(grown: _Growing, anchor: Node) -> Node | None:
         if module_path(node) != grown.module or not _is_plain(node) or not grown.takes(node):
             continue
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.dim() == 4 and grown.sizes.length(value.shape) and value.shape[3] != 1:
+        if (
+            isinstance(value, Tensor)
+            and value.dim() == 4
+            and grown.sizes.length(value.shape)
+            and not same_size(value.shape[3], 1)
+        ):
             out = node if out is None else min(out, node)
             continue
         # what came in together with it, from k and v say, has users of its own
