@@ -169,6 +169,7 @@ class FuseKdaChunkPass(RulePass):
 
     name: ClassVar[str] = "fuse_kda_chunk"
     requires: ClassVar[frozenset[str]] = frozenset({"lift_kda_chunk", "lift_l2_norm"})
+    provides: ClassVar[frozenset[str]] = frozenset({"kda_chunk"})
 
     def rules(self) -> tuple[Rule, ...]:
         return (FuseKdaChunk(),)
