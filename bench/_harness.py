@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
+import hashlib
 import json
 import math
 import platform
@@ -25,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.errors import TritonError
+
+import k3rewrite.kernels
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -119,6 +123,23 @@ def demand(error: float) -> None:
         raise WrongResult(f"its relative error is {error:.1e}, and {LIMIT:g} is the most that is timed")
 
 
+def timed(
+    label: str, found: dict[str, Any], call: Callable[[int], Any], sets: int, copy_us: float, replays: int
+) -> dict[str, Any]:
+    """`found`, the errors of a variant that was looked at, with the time of `call` on `sets` input sets, its share of
+    what a copy of as many bytes takes, and the kernels it runs; a line on it is printed."""
+    call(0)
+    timing = graph_time([functools.partial(call, i) for i in range(sets)], replays)
+    kernels = kernel_names(functools.partial(call, 0))
+    errors = " ".join(f"{error:.1e}" for error in found.values())
+    print(
+        f"    {label:48s} {timing.median:8.2f} us  {copy_us / timing.median * 100:5.1f} % of copy  error {errors}  "
+        f"{len(kernels)} kernels",
+        flush=True,
+    )
+    return found | {"us": timing, "of_copy": copy_us / timing.median, "kernels": kernels}
+
+
 @triton.jit
 def _copy(source, target, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
@@ -186,7 +207,7 @@ def l2_bytes() -> int:
 
 
 def origin(commit: str = "") -> dict[str, Any]:
-    """Machine, versions, date and commit of a measurement."""
+    """Machine, versions, date, commit and kernels of a measurement."""
     return {
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
@@ -196,6 +217,7 @@ def origin(commit: str = "") -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": commit or _commit(),
+        "kernels": _kernels(),
     }
 
 
@@ -205,6 +227,16 @@ def _commit() -> str:
         command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return "unknown"
+
+
+def _kernels() -> str:
+    """A digest of the kernels' sources: of a copy without its commit, or a changed one, it says what was measured."""
+    folder, digest = Path(next(iter(k3rewrite.kernels.__path__))), hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".py", ".h", ".hip"):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def gpu_slug() -> str:

@@ -88,9 +88,10 @@ def error_of(calls: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]],
     harness.poison((calls[0]["gate"].shape, torch.bfloat16))
     result, slots = make(own)(0), calls[0]["slots"].long()
     found = {"error": harness.relative_error(result.view(out.shape), out)}
-    harness.demand(found["error"])
     if make is not unfused:
         found["state_error"] = harness.relative_error(own[0]["state"][slots], state[slots])
+    for error in found.values():
+        harness.demand(error)
     return found
 
 
@@ -134,18 +135,9 @@ def main() -> None:
             print(f"heads {heads}  rows {rows}: {size / 1e6:.2f} MB, copy {copy_us:.2f} us")
             for label, make in variants(peers, options.sweep):
                 with harness.only_warning(label), torch.no_grad():
-                    found: dict[str, Any] = error_of(calls, make)
+                    found = error_of(calls, make)
                     call = make(calls)
-                    call(0)
-                    timing = harness.graph_time([functools.partial(call, i) for i in range(sets)], options.replays)
-                    found |= {"us": timing, "of_copy": copy_us / timing.median}
-                    found["kernels"] = harness.kernel_names(functools.partial(call, 0))
-                    entry["variants"][label] = found
-                    print(
-                        f"    {label:48s} {timing.median:8.2f} us  {found['of_copy'] * 100:5.1f} % of copy  "
-                        f"error {found['error']:.1e}  {len(found['kernels'])} kernels",
-                        flush=True,
-                    )
+                    entry["variants"][label] = harness.timed(label, found, call, sets, copy_us, options.replays)
             results["entries"].append(entry)
             harness.write_results(name, results, options.out)
             del calls

@@ -11,6 +11,9 @@ from k3rewrite.errors import EmitError
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.targets import load_target
 
+CLUSTER_ARCHS = ("sm_90", "sm_100")
+"""have clusters of workgroups, and launches that overlap the kernel before them"""
+
 
 @cache
 def device_facts(device: torch.device) -> tuple[str, int]:

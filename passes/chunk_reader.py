@@ -15,18 +15,10 @@ from torch.fx import Node
 from k3rewrite.graph.arguments import bound_arguments
 from k3rewrite.graph.layout import keeps_order
 from k3rewrite.graph.shapes import same_size, same_sizes
-from k3rewrite.patterns import OPERATORS, Match
+from k3rewrite.patterns import OPERATORS, Match, Unlike
 from k3rewrite.patterns.bindings import cast_source
 
 aten, k3 = torch.ops.aten, torch.ops.k3
-
-
-class Unlike(Exception):
-    """What is not as expected, and where."""
-
-    def __init__(self, reason: str, node: Node | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.node = reason, node
 
 
 class Reader:

@@ -24,7 +24,7 @@ from torch.fx import Node
 from k3rewrite.graph.effects import effect
 from k3rewrite.graph.provenance import module_path
 from k3rewrite.graph.shapes import same_size, same_sizes
-from k3rewrite.patterns.bindings import describe
+from k3rewrite.patterns import Unlike, describe
 
 aten = torch.ops.aten
 _MOVES = frozenset(
@@ -46,14 +46,6 @@ _CHOOSES = {aten.masked_fill.Scalar: 1, aten.where.self: 0}
 """operators whose mask, the argument of this number, must be a constant"""
 MOST_CONSTANT = 8
 """levels that a constant is looked for: arange, comparison, view"""
-
-
-class NotFound(Exception):
-    """What is not as expected, and where."""
-
-    def __init__(self, reason: str, node: Node | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.node = reason, node
 
 
 @dataclass(frozen=True)
@@ -156,32 +148,32 @@ def is_site(node: Node) -> bool:
 
 
 def find_region(anchor: Node) -> Region:
-    """The region around a cumulative sum of gates. Raises NotFound."""
+    """The region around a cumulative sum of gates. Raises Unlike."""
     sizes = Sizes(*anchor.meta["val"].shape)
     if sizes.heads == sizes.tokens * sizes.chunks:
-        raise NotFound("there are as many heads as tokens, and shapes do not tell one from the other", anchor)
+        raise Unlike("there are as many heads as tokens, and shapes do not tell one from the other", anchor)
     grown = _Growing(sizes, module_path(anchor))
     if not grown.takes(anchor) or len(grown.inputs) != 1:
-        raise NotFound("the gates do not come from one value [batch, tokens, heads, keys] of the same module", anchor)
+        raise Unlike("the gates do not come from one value [batch, tokens, heads, keys] of the same module", anchor)
     (gates,) = grown.inputs
     out = _grow_down(grown, anchor)
     if out is None:
-        raise NotFound("no value of whole tokens [batch, tokens, heads, values] comes out of the chunks", anchor)
+        raise Unlike("no value of whole tokens [batch, tokens, heads, values] comes out of the chunks", anchor)
     inside = _without_users_of(out, grown.inside)
     while others := [n for n in _used_outside(inside, out) if not sizes.is_state(n.meta["val"])]:
         last = max(others)
         source = last.args[0]
         of_state = isinstance(source, Node) and source in inside and sizes.is_state(source.meta["val"])
         if not of_state or any(user in inside for user in last.users):
-            raise NotFound(f"the inner value {describe(last)} is also used outside", last)
+            raise Unlike(f"the inner value {describe(last)} is also used outside", last)
         inside.discard(last)  # what is made of the last state
     states = _used_outside(inside, out)
     if len(states) > 1:
-        raise NotFound("more than one state is used outside: what stands between chunks is not kept", states[0])
+        raise Unlike("more than one state is used outside: what stands between chunks is not kept", states[0])
     nodes = tuple(sorted(n for n in inside if not _is_constant(n)))
     for node in nodes:
         if not _is_arithmetic(node):
-            raise NotFound(f"{describe(node)} is no part of the rule: for other values it may do something else", node)
+            raise Unlike(f"{describe(node)} is no part of the rule: for other values it may do something else", node)
     return _region(sizes, gates, grown, out, states[0] if states else None, nodes)
 
 
@@ -194,9 +186,9 @@ def _region(
     rates = [n for n in inputs if n.meta["val"].dim() == 3]
     rows = [n for n in inputs if n not in state and n not in rates and n is not gates]
     if symbolic := [n for n in inputs if not all(isinstance(size, int) for size in n.meta["val"].shape)]:
-        raise NotFound("a size is symbolic, and a region is found out by running it", symbolic[0])
+        raise Unlike("a size is symbolic, and a region is found out by running it", symbolic[0])
     if len(rows) != 3 or len(rates) != 1 or len(state) > 1:
-        raise NotFound(
+        raise Unlike(
             f"besides gates the chunks read {len(rows)} values [batch, tokens, heads, ·], {len(rates)} [batch, tokens, "
             f"heads] and {len(state)} states; expected 3, 1 and at most 1",
             out,

@@ -21,7 +21,8 @@ from torch.fx.node import map_arg
 from k3rewrite._torch_private import no_modes
 from k3rewrite.checks.precise import DecisionInterpreter
 from k3rewrite.kernels.kda_chunk.op import LOWEST_BOUND, kda_chunk
-from k3rewrite.passes.chunk_region import NotFound, Region
+from k3rewrite.passes.chunk_region import Region
+from k3rewrite.patterns import Unlike
 
 CLOSE = 1e-8
 """relative difference of fp64 results in another order of summation; a wrong order of inputs is off by about 1"""
@@ -45,13 +46,13 @@ class Roles:
 
 
 def find_roles(region: Region) -> Roles | None:
-    """None if the region computes something else. Raises NotFound if it is too large to be run.
+    """None if the region computes something else. Raises Unlike if it is too large to be run.
 
     It is run twice: with data of its own in every head, and with the same in all, which must all come out alike.
     """
     gates = region.gates.meta["val"]
     if gates.numel() > MOST_ELEMENTS.get(gates.device.type, MOST_ELEMENTS["cpu"]):
-        raise NotFound(f"{gates.numel()} gates are too many to find out by running what they are for", region.gates)
+        raise Unlike(f"{gates.numel()} gates are too many to find out by running what they are for", region.gates)
     with no_modes():  # the backend works under AOTAutograd's fake mode
         kept = [region.out, *([] if region.new_state is None else [region.new_state])]
         module = _module(region.inputs, region.nodes, kept)

@@ -25,10 +25,21 @@ from torch.fx import Node
 
 import k3rewrite.kernels  # noqa: F401  registers the ops that are built
 from k3rewrite.graph.arguments import bound_arguments
-from k3rewrite.graph.shapes import same_size, same_sizes
-from k3rewrite.passes.chunk_reader import Reader, Unlike
-from k3rewrite.patterns import Anything, Builder, CounterExample, Example, Match, Policy, Refusal, Rule
-from k3rewrite.patterns.bindings import Attempt
+from k3rewrite.graph.shapes import same_sizes
+from k3rewrite.passes.chunk_reader import Reader
+from k3rewrite.passes.kda_layer import rates
+from k3rewrite.patterns import (
+    Anything,
+    Attempt,
+    Builder,
+    CounterExample,
+    Example,
+    Match,
+    Policy,
+    Refusal,
+    Rule,
+    Unlike,
+)
 from k3rewrite.pipeline.pass_base import RulePass
 
 aten, k3 = torch.ops.aten, torch.ops.k3
@@ -51,7 +62,7 @@ class FuseKdaChunk(Rule):
         try:
             return iter([Reader(anchor).match()]), attempt
         except Unlike as unlike:
-            attempt.node, attempt.reason = unlike.node, unlike.reason
+            attempt.because(unlike)
             return iter([]), attempt
 
     def check(self, match: Match) -> Refusal | None:
@@ -83,10 +94,7 @@ class FuseKdaChunk(Rule):
         def seen_as(node: Node, sizes: list[Any]) -> Node:
             return node if same_sizes(node.meta["val"].shape, sizes) else builder.call(aten.view.default, node, sizes)
 
-        a_log = match["a_log"]
-        if not same_size(a_log.meta["val"].shape[0], heads):
-            a_log = builder.call(aten.slice.Tensor, a_log, 0, 0, heads)
-        fresh = match["fresh"]
+        a_log, fresh = rates(match["a_log"], heads, builder), match["fresh"]
         node = builder.call(
             k3.kda_chunk.default, match["q"], match["k"], match["v"], seen_as(match["f"], [batch, tokens, heads, keys]),
             seen_as(match["b"], [batch, tokens, heads]), a_log, match["dt_bias"], match["pool"], match["slots"],

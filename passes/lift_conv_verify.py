@@ -29,7 +29,6 @@ from k3rewrite.graph.dtypes import widens
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.passes.moe.ranges import Ranges
 from k3rewrite.passes.windows import (
-    Unlike,
     computed,
     drawn_numbers,
     drawn_table,
@@ -43,6 +42,7 @@ from k3rewrite.passes.windows import (
 from k3rewrite.patterns import (
     LAST_DIM,
     Anything,
+    Attempt,
     Builder,
     Cast,
     CounterExample,
@@ -54,11 +54,11 @@ from k3rewrite.patterns import (
     Policy,
     Refusal,
     Rule,
+    Unlike,
     Var,
     Views,
     call,
 )
-from k3rewrite.patterns.bindings import Attempt
 from k3rewrite.pipeline.pass_base import RulePass
 
 aten = torch.ops.aten
@@ -105,7 +105,7 @@ class LiftConvVerify(Rule):
             try:
                 whole.append(_with_line(match))
             except Unlike as unlike:
-                attempt.node, attempt.reason = unlike.node, unlike.reason
+                attempt.because(unlike)
         return iter(whole), attempt
 
     def check(self, match: Match) -> Refusal | None:

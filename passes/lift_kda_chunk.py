@@ -22,11 +22,12 @@ from torch.fx import Node
 import k3rewrite.kernels  # noqa: F401  registers the op that is built
 from k3rewrite.graph.layout import keeps_order
 from k3rewrite.kernels.kda_chunk.op import LOWEST_BOUND
-from k3rewrite.passes.chunk_region import NotFound, Region, find_region, is_site
+from k3rewrite.passes.chunk_region import Region, find_region, is_site
 from k3rewrite.passes.chunk_roles import Roles, constants, draw, find_roles, signature
 from k3rewrite.patterns import (
     OPERATORS,
     Anything,
+    Attempt,
     Builder,
     CounterExample,
     Example,
@@ -34,8 +35,8 @@ from k3rewrite.patterns import (
     Policy,
     Refusal,
     Rule,
+    Unlike,
 )
-from k3rewrite.patterns.bindings import Attempt
 from k3rewrite.pipeline.pass_base import RulePass
 
 aten = torch.ops.aten
@@ -64,9 +65,9 @@ class LiftKdaChunk(Rule):
             region = find_region(anchor)
             roles = self._roles_of(region)
             if roles is None:
-                raise NotFound("run on small inputs, it does not compute the gated delta rule", region.out)
-        except NotFound as found:
-            attempt.node, attempt.reason = found.node, found.reason
+                raise Unlike("run on small inputs, it does not compute the gated delta rule", region.out)
+        except Unlike as unlike:
+            attempt.because(unlike)
             return iter([]), attempt
         bindings: dict[str, Any] = {"anchor": anchor, "region": region, "roles": roles, "out": region.out}
         if region.new_state is not None:

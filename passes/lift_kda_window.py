@@ -31,7 +31,6 @@ from k3rewrite.graph.shapes import same_sizes
 from k3rewrite.passes.moe.ranges import Ranges
 from k3rewrite.passes.windows import (
     Put,
-    Unlike,
     bare,
     computed,
     drawn_numbers,
@@ -43,8 +42,17 @@ from k3rewrite.passes.windows import (
     put_of,
     raw_table,
 )
-from k3rewrite.patterns import Anything, Builder, CounterExample, Example, Match, Policy, Rule
-from k3rewrite.patterns.bindings import Attempt
+from k3rewrite.patterns import (
+    Anything,
+    Attempt,
+    Builder,
+    CounterExample,
+    Example,
+    Match,
+    Policy,
+    Rule,
+    Unlike,
+)
 from k3rewrite.pipeline.pass_base import RulePass
 
 aten = torch.ops.aten
@@ -73,7 +81,7 @@ class LiftKdaWindow(Rule):
         try:
             return iter([_read(anchor)]), attempt
         except Unlike as unlike:
-            attempt.node, attempt.reason = unlike.node, unlike.reason
+            attempt.because(unlike)
             return iter([]), attempt
 
     def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:

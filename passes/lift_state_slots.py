@@ -34,20 +34,11 @@ from k3rewrite.graph.layout import keeps_order
 from k3rewrite.graph.shapes import same_size, same_sizes
 from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.passes.moe.ranges import Ranges
-from k3rewrite.patterns import Anything, Builder, CounterExample, Example, Match, Policy, Rule
-from k3rewrite.patterns.bindings import Attempt
+from k3rewrite.patterns import Anything, Attempt, Builder, CounterExample, Example, Match, Policy, Rule, Unlike
 from k3rewrite.pipeline.pass_base import RulePass
 
 aten = torch.ops.aten
 _CONV, _STEP = torch.ops.k3.short_conv.default, torch.ops.k3.kda_step.default
-
-
-class _Unlike(Exception):
-    """What is not as expected, and where."""
-
-    def __init__(self, reason: str, node: Node | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.node = reason, node
 
 
 class LiftStateSlots(Rule):
@@ -68,8 +59,8 @@ class LiftStateSlots(Rule):
         attempt = Attempt(anchor)
         try:
             return iter([_read(anchor)]), attempt
-        except _Unlike as unlike:
-            attempt.node, attempt.reason = unlike.node, unlike.reason
+        except Unlike as unlike:
+            attempt.because(unlike)
             return iter([]), attempt
 
     def region_values(self, match: Match, seed: int) -> Mapping[Node, Tensor]:
@@ -150,14 +141,14 @@ def _read(step: Node) -> Match:
     gather, masks = (rows.args[0], [rows]) if rows.target is aten.masked_fill.Scalar else (rows, [])
     at = _only_index(gather) if isinstance(gather, Node) and gather.target is aten.index.Tensor else None
     if not isinstance(gather, Node) or at is None:
-        raise _Unlike("the state is not gathered from a pool by slot", rows)
+        raise Unlike("the state is not gathered from a pool by slot", rows)
     pool = gather.args[0]
     assert isinstance(pool, Node)
     put, value, views = _put(step, pool, at)
     inside = {step, gather, *masks, *views, put}
     bindings: dict[str, Any] = {"step": step, "pool": pool, "slots": at, "null_slot": False}
     if not masks and Ranges().of_ids(at).low < 0:
-        raise _Unlike("slots may be below zero: as an index such a number counts from the last one", at)
+        raise Unlike("slots may be below zero: as an index such a number counts from the last one", at)
     if masks or value.target is aten.where.self:
         bindings |= {"slots": _raw_slots(at, rows, value, pool), "null_slot": True}
         inside |= {value, *(n for n in value.args if isinstance(n, Node) and n.target is aten.select.int)}
@@ -182,7 +173,7 @@ def _item(step: Node, index: int) -> Node:
     for user in step.users:
         if user.target is getitem and user.args[1] == index:
             return user
-    raise _Unlike("the new state is not kept", step)
+    raise Unlike("the new state is not kept", step)
 
 
 def _put(step: Node, pool: Node, at: Node) -> tuple[Node, Node, list[Node]]:
@@ -195,36 +186,36 @@ def _put(step: Node, pool: Node, at: Node) -> tuple[Node, Node, list[Node]]:
                 if user.target is aten.index_put.default and user.args[2] is written:
                     _check_put(user, pool, at)
                     return user, value, [written] if written in views else []
-    raise _Unlike("the new state is not scattered into a pool by slot", new)
+    raise Unlike("the new state is not scattered into a pool by slot", new)
 
 
 def _check_put(put: Node, pool: Node, at: Node) -> None:
     arguments = bound_arguments(put)
     if put.args[0] is not pool:
-        raise _Unlike("the new state is written to another pool than it was read from", put)
+        raise Unlike("the new state is written to another pool than it was read from", put)
     if _only_index(put) is not at:
-        raise _Unlike("the new state is written to other slots than it was read from", put)
+        raise Unlike("the new state is written to other slots than it was read from", put)
     if arguments["accumulate"]:
-        raise _Unlike("the new state is added to what is there", put)
+        raise Unlike("the new state is added to what is there", put)
 
 
 def _raw_slots(at: Node, rows: Node, value: Node, pool: Node) -> Node:
     """The slots before those of nobody were pointed at slot 0, if the graph does with such rows as the op does."""
     if rows.target is not aten.masked_fill.Scalar or value.target is not aten.where.self:
-        raise _Unlike("null rows are read as zeros and written, or read and left alone: one without the other", value)
+        raise Unlike("null rows are read as zeros and written, or read and left alone: one without the other", value)
     if at.target is not aten.masked_fill.Scalar or at.args[2] != 0:
-        raise _Unlike("rows are masked, and their slots are not pointed at slot 0", at)
+        raise Unlike("rows are masked, and their slots are not pointed at slot 0", at)
     raw, dead = at.args[0], at.args[1]
     assert isinstance(raw, Node) and isinstance(dead, Node)
     if dead.target is not aten.le.Scalar or dead.args != (raw, 0):
-        raise _Unlike("null rows are not those of slots at or below zero", dead)
+        raise Unlike("null rows are not those of slots at or below zero", dead)
     for mask in (rows.args[1], value.args[0]):
         if not _is_of_rows(mask, dead, rows):
-            raise _Unlike("the mask of null rows is another one where states are read or written", rows)
+            raise Unlike("the mask of null rows is another one where states are read or written", rows)
     kept = value.args[1]
     same = isinstance(kept, Node) and kept.target is aten.select.int and kept.args == (pool, 0, 0)
     if rows.args[2] != 0 or not same:
-        raise _Unlike("null rows are not read as zeros, or slot 0 does not keep what it has", value)
+        raise Unlike("null rows are not read as zeros, or slot 0 does not keep what it has", value)
     return raw
 
 
@@ -234,7 +225,7 @@ def _masked(out: Node, dead: Any) -> Node:
     if len(users) == 1 and users[0].target is aten.masked_fill.Scalar and users[0].args[2] == 0:
         if _is_of_rows(users[0].args[1], dead, out):
             return users[0]
-    raise _Unlike("null rows do not give zeros", out)
+    raise Unlike("null rows do not give zeros", out)
 
 
 def _is_of_rows(mask: Any, dead: Node, rows: Node) -> bool:
@@ -258,7 +249,7 @@ def _written_back(put: Node, part: Node) -> Node:
             back = own["dim"] == arguments["dim"] and same_sizes(_sliced(own, user), part.meta["val"].shape)
             if first and back:
                 return user
-    raise _Unlike("a slice of a pool is written, and not back into it", put)
+    raise Unlike("a slice of a pool is written, and not back into it", put)
 
 
 def _sliced(arguments: Mapping[str, Any], user: Node) -> list[Any]:

@@ -22,17 +22,10 @@ from k3rewrite.graph.shapes import same_size
 from k3rewrite.ops.vocabulary import size_hint
 from k3rewrite.passes.moe.intervals import Range, is_integral
 from k3rewrite.passes.moe.ranges import Ranges
+from k3rewrite.patterns import Unlike
 
 aten = torch.ops.aten
 _OR = frozenset({aten.bitwise_or.Tensor, aten.logical_or.default})
-
-
-class Unlike(Exception):
-    """What is not as expected, and where."""
-
-    def __init__(self, reason: str, node: Node | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.node = reason, node
 
 
 @dataclass(frozen=True)

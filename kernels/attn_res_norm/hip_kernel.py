@@ -34,7 +34,7 @@ from k3rewrite.kernels.attn_res_norm.accept import (
     target_objection,
 )
 from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES
-from k3rewrite.kernels.devices import loaded_function
+from k3rewrite.kernels.devices import CLUSTER_ARCHS, loaded_function
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.ops.runs import hand_over
 from k3rewrite.targets import Target
@@ -52,7 +52,6 @@ columns, in sweeps that were not kept: clusters of 4 leave no compute unit with 
 ARITHMETIC_REGISTERS = {"amd": 140, "nvidia": 64}
 """what a thread needs beside the sources that it holds, two vectors of each or one: read from the compiled objects of 1
 to 16 sources"""
-CLUSTER_ARCHS = ("sm_90", "sm_100")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from k3rewrite.kernels.attn_res_norm.schedule import (
     schedules_of,
     wide_enough,
 )
+from k3rewrite.kernels.costs import moving_us
+from k3rewrite.kernels.dtypes import NAMES, pointer
 from k3rewrite.kernels.headers import HEADERS
 from k3rewrite.ops.kernel import Kernel, TritonUnit, Unit
 from k3rewrite.ops.vocabulary import Op
@@ -37,7 +39,6 @@ _TRITON_SOURCES = (
     *(_FOLDER / name for name in ("triton.py", "schedule.py", "launch.py")),
     _FOLDER.parent / "triton_math.py",
 )
-_NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 TRITON_FLOOR_US, HIP_FLOOR_US = 5.3, 2.8
 """What a launch costs however little it moves: measured on an H200 with one row, inside a CUDA graph. On AMD, where
@@ -48,7 +49,7 @@ def kernels_of(op: Op, run: Callable[..., Any]) -> tuple[Kernel, Kernel]:
     """The Triton and the HIP kernel of one of the four ops; `run` is its function in launch.py."""
 
     def cost_us(floor: float) -> Callable[[Mapping[str, Any], Target], float]:
-        return lambda arguments, target: floor + op.cost(**arguments).bytes / target.read_bandwidth * 1e6
+        return lambda arguments, target: floor + moving_us(op, arguments, target)
 
     triton = Kernel(
         name=f"{op.name}.triton",
@@ -131,8 +132,8 @@ def _unit(arguments: Mapping[str, Any], target: Target, schedule: Schedule, bloc
         "DELTA": delta is not None,
         "STORE": stored,
         "NORM": normed,
-        "MIX": _NUMBERS[arguments.get("mix_dtype", torch.float32)],
-        "SCALE": _NUMBERS[arguments.get("scale_dtype", torch.float32)],
+        "MIX": NAMES[arguments.get("mix_dtype", torch.float32)],
+        "SCALE": NAMES[arguments.get("scale_dtype", torch.float32)],
         "PDL": schedule.dependent_launch and nvidia,
         "PTX": nvidia and wide_enough(columns, schedule),
     }
@@ -144,7 +145,7 @@ def _unit(arguments: Mapping[str, Any], target: Target, schedule: Schedule, bloc
         if value is None:
             constants[name] = None
             continue
-        signature[name] = "*" + _NUMBERS[value if isinstance(value, torch.dtype) else value.dtype]
+        signature[name] = pointer(value if isinstance(value, torch.dtype) else value.dtype)
         aligned.add(name)
     for name, present in strides.items():
         if not present:

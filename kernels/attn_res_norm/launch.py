@@ -20,10 +20,9 @@ from k3rewrite.kernels.attn_res.op import single_sources
 from k3rewrite.kernels.attn_res_norm.op import check_bank
 from k3rewrite.kernels.attn_res_norm.schedule import MAX_SOURCES, Schedule, padded, schedule_for, wide_enough
 from k3rewrite.kernels.devices import device_facts
+from k3rewrite.kernels.dtypes import NAMES
 
 MixRows = Callable[..., Tensor]
-
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def attn_res(
@@ -168,7 +167,7 @@ def mix_rows(
             score_norm.contiguous(), score_proj.reshape(-1), None if norm_weight is None else norm_weight.contiguous(),
             out, columns, rows, score_eps, norm_eps,
             BLOCKS=len(singles), D=columns, BLOCK=padded(columns), DELTA=added is not None, STORE=stored is not None,
-            NORM=norm_weight is not None, MIX=DTYPE_NAMES[mix_dtype], SCALE=DTYPE_NAMES[scale_dtype],
+            NORM=norm_weight is not None, MIX=NAMES[mix_dtype], SCALE=NAMES[scale_dtype],
             PDL=chosen.dependent_launch and nvidia, PTX=nvidia and wide_enough(columns, chosen), enable_fp_fusion=True,
             **options,
         )  # fmt: skip

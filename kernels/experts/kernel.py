@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3rewrite.kernels.costs import moving_us
+from k3rewrite.kernels.dtypes import pointer
 from k3rewrite.kernels.experts import hip_kernel, launch
 from k3rewrite.kernels.experts.accept import accepts
 from k3rewrite.kernels.experts.mxfp4 import choose
 from k3rewrite.kernels.experts.op import OP
 from k3rewrite.kernels.experts.paths import described
-from k3rewrite.kernels.experts.plan import DOWN_WEIGHTS, NAMES, PARAMETER, WEIGHTS, Facts, Step, plan
+from k3rewrite.kernels.experts.plan import DOWN_WEIGHTS, PARAMETER, WEIGHTS, Facts, Step, plan
 from k3rewrite.kernels.experts.schedule import LADDER, Schedule, schedules_of
 from k3rewrite.kernels.headers import HEADERS
 from k3rewrite.ops.kernel import Kernel, TritonUnit
@@ -37,14 +39,10 @@ _MXFP4_SOURCES = (
 )
 _FLOOR_US = 6.0
 """two launches, the second overlapping the first; not measured yet"""
-_POINTERS = {
-    torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.float8_e4m3fn: "*u8",
-    **{dtype: f"*{name}" for dtype, name in NAMES.items()},
-}  # fmt: skip
 
 
 def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
-    return _FLOOR_US + OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+    return _FLOOR_US + moving_us(OP, arguments, target)
 
 
 def _cost_us_of_few(arguments: Mapping[str, Any], target: Target) -> float:
@@ -110,12 +108,12 @@ def _type_of(name: str, facts: Facts, arguments: Mapping[str, Any]) -> str:
         "out": facts.out,
     }
     if name in scratch:
-        return _POINTERS[scratch[name]]
+        return pointer(scratch[name])
     value = arguments.get(name)
     if name.startswith("s_") and name in ("s_gate", "s_up", "s_down") and value is None:
         value = arguments["w_" + name[2:]]
     if isinstance(value, Tensor):
-        return _POINTERS[value.dtype]
+        return pointer(value.dtype)
     if name in ("beta", "linear_beta"):
         return "fp32"
     return "i32"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from k3rewrite.kernels.dtypes import NAMES
 from k3rewrite.kernels.experts.schedule import LADDER, Schedule, Tiles, power_of_two, schedule_for
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1024
 """ids that a program of the sorted path looks at together"""
 _GATE_UP, _DOWN = ("w_gate", "w_up", "s_gate", "s_up"), ("w_down", "s_down")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from k3rewrite.kernels.devices import loaded_function
+from k3rewrite.kernels.dtypes import text
 from k3rewrite.kernels.kda_chunk import launch
 from k3rewrite.kernels.kda_chunk.launch import INPUTS, Between, numbers_of, shape_of
 from k3rewrite.kernels.kda_chunk.plan import Plan
@@ -43,7 +44,7 @@ def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
         return f"{WORKGROUPS} workgroups of {LDS_BYTES:,} bytes of LDS do not fit a compute unit of {target.name}"
     for name in INPUTS:
         if (dtype := arguments[name].dtype) != torch.bfloat16:
-            return f"{name} is {str(dtype).removeprefix('torch.')}; bfloat16 is read"
+            return f"{name} is {text(dtype)}; bfloat16 is read"
     values, keys = arguments["state"].shape[2:]
     if (values, keys) != (SIZE, SIZE):
         return f"heads of {values} values and {keys} keys; {SIZE} of each are taken"

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.costs import moving_us
+from k3rewrite.kernels.dtypes import NAMES, text
 from k3rewrite.kernels.headers import HEADERS
 from k3rewrite.kernels.kda_chunk import hip_kernel
 from k3rewrite.kernels.kda_chunk.launch import INPUTS, kda_chunk, shape_of
 from k3rewrite.kernels.kda_chunk.op import OP
 from k3rewrite.kernels.kda_chunk.plan import Plan, plan_for
-from k3rewrite.kernels.kda_chunk.units import NAMES, units_of
+from k3rewrite.kernels.kda_chunk.units import units_of
 from k3rewrite.ops.kernel import Kernel, TritonUnit, Unit
 from k3rewrite.targets import Target
 
@@ -50,12 +52,12 @@ def _dtype_objection(arguments: Mapping[str, Any]) -> str | None:
         for name in names:
             tensor = arguments[name]
             if tensor is not None and tensor.dtype not in dtypes:
-                return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+                return f"{name} is {text(tensor.dtype)}"
             if tensor is not None and not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
                 return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
     if (arguments["a_log"] is None) != (arguments["dt_bias"] is None):
         return "one of a_log and dt_bias is missing"
-    return None if arguments["out_dtype"] in NAMES else f"out_dtype is {arguments['out_dtype']}"
+    return None if arguments["out_dtype"] in NAMES else f"out_dtype is {text(arguments['out_dtype'])}"
 
 
 def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
@@ -98,7 +100,7 @@ def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
     programs = rows * heads * (values // plan.tile) * plan.groups
     scan = CHUNK_US * chunks / plan.groups * max(1.0, programs / target.compute_units)
     ordered = scan + GROUP_US * plan.groups if plan.groups > 1 else 0.0  # transforms of groups, then their starts
-    bandwidth = OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+    bandwidth = moving_us(OP, arguments, target)
     return max(bandwidth, prologue + scan + ordered) + (2 if plan.groups == 1 else 4) * LAUNCH_US
 
 

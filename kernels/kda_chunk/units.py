@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from k3rewrite.kernels.dtypes import pointer
 from k3rewrite.kernels.kda_chunk.launch import BATCHES, constants, prologue_options, row_block, shape_of, token_strides
 from k3rewrite.kernels.kda_chunk.plan import Plan
 from k3rewrite.ops.kernel import TritonUnit
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_OTHERS = {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 _BETWEEN = dict.fromkeys(("values", "keys", "queries", "scores", "ends"), "*bf16") | dict.fromkeys(
     ("decay", "inverse", "starts", "summaries"), "*fp32"
 )
@@ -64,13 +62,13 @@ def _unit(
         elif name in _BETWEEN and (name != "starts" or fixed.get("GROUPS", 1) > 1):
             signature[name] = _BETWEEN[name]
         elif name == "out":
-            signature[name] = "*" + NAMES[arguments["out_dtype"]]
+            signature[name] = pointer(arguments["out_dtype"])
         elif name in _SIZES:
             signature[name] = "i32"
         elif name in _NUMBERS:
             signature[name] = "fp32"
         elif isinstance(value := arguments.get(name), Tensor):
-            signature[name] = "*" + (NAMES.get(value.dtype) or _OTHERS[value.dtype])
+            signature[name] = pointer(value.dtype)
         else:
             signature[name], constant[name] = "constexpr", None
     odd = {"rows", "tokens", "chunks", "saves", *_NUMBERS, "b", "b_batch"}

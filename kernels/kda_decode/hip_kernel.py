@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from k3rewrite.graph.shapes import same_size
-from k3rewrite.kernels.devices import device_facts, loaded_function
+from k3rewrite.kernels.devices import CLUSTER_ARCHS, device_facts, loaded_function
+from k3rewrite.kernels.kda import at_odd_addresses, hip_objection
 from k3rewrite.kernels.kda_decode import launch
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.ops.runs import hand_over
@@ -25,12 +26,9 @@ from k3rewrite.targets import Target
 
 PATH = Path(__file__).parent / "hip" / "kda_decode.hip"
 SYMBOL = "kda_decode"
-SIZES, TAPS = (64, 128), 4
-CLUSTER_ARCHS = ("sm_90", "sm_100")
+TAPS = 4
 ONCE_BYTES = 100 * 2**20
 """of all states of a call"""
-_NARROW = ("qkv", "f", "b", "gate", "conv_state")
-_WIDE = ("conv_weight", "a_log", "dt_bias", "norm_weight")
 _SLOTS = {torch.int32: 32, torch.int64: 64}
 _ROWS_WITHOUT_A_NUMBER = 64
 """rows of a symbolic batch for which the layout to compile is chosen"""
@@ -69,31 +67,15 @@ def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
 
 def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
     """None, or why a call that the Triton kernel takes is not this one's."""
-    if target.vendor == "nvidia" and target.arch not in CLUSTER_ARCHS:
-        return f"{target.arch} has no clusters of workgroups"
-    for name in _NARROW:
-        if (dtype := arguments[name].dtype) != torch.bfloat16:
-            return f"{name} is {str(dtype).removeprefix('torch.')}; bfloat16 is read"
-    for name in _WIDE:
-        if (dtype := arguments[name].dtype) != torch.float32:
-            return f"{name} is {str(dtype).removeprefix('torch.')}; float32 is read"
-    if arguments["out_dtype"] != torch.bfloat16 or arguments["inner_dtype"] not in (torch.float32, torch.bfloat16):
-        return "writes bfloat16, and rounds on the way to bfloat16 or not at all"
-    state, weight = arguments["state"], arguments["conv_weight"]
-    if state.shape[3] not in SIZES or weight.shape[1] != TAPS:
-        return (
-            f"heads of {state.shape[3]} and {weight.shape[1]} taps; {' or '.join(map(str, SIZES))} and {TAPS} are taken"
-        )
-    if not same_size(state.stride(3), 1) or not same_size(arguments["conv_state"].stride(2), 1):
-        return "a state of keys by values, or a line of channels by columns"
+    if reason := hip_objection(arguments, target):
+        return reason
+    state, taps = arguments["state"], arguments["conv_weight"].shape[1]
+    if taps != TAPS:
+        return f"{taps} taps; {TAPS} are taken"
+    if not same_size(arguments["conv_state"].stride(2), 1):
+        return "a line of channels by columns"
     if same_size(arguments["f"].shape[1], state.shape[1]):
         return "a decay of each head, not of each channel"
-    for tensor, name in ((state, "the state"), (weight, "the taps")):
-        steps = (*tensor.stride()[:-1], tensor.storage_offset())
-        if any(not isinstance(step, int) or step % 4 for step in steps):
-            return f"rows of {name} do not begin at multiples of 16 bytes"
-    if not same_size(arguments["norm_weight"].stride(0), 1):
-        return "the weight of the norm is not contiguous"
     return None
 
 
@@ -140,7 +122,7 @@ def kda_decode(
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:  # fmt: skip
     """As `launch.kda_decode`, by the HIP kernel; by that one where states or taps do not begin at 16 bytes, which is
     looked at before anything is written. A `layout` takes the place of the target's own."""
-    if state.data_ptr() % 16 or conv_weight.data_ptr() % 16:
+    if at_odd_addresses(state, conv_weight):
         hand_over("triton")
         return launch.kda_decode(
             qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, conv_state, state, slots, null_slot, columns,

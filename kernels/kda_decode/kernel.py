@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from k3rewrite.graph.shapes import same_size, same_sizes
+from k3rewrite.kernels.costs import moving_us
+from k3rewrite.kernels.dtypes import NAMES, pointer, text
 from k3rewrite.kernels.headers import HEADERS
 from k3rewrite.kernels.kda_decode import hip_kernel
-from k3rewrite.kernels.kda_decode.launch import NAMES, NUM_WARPS, POINTERS, STRIDES, constants, kda_decode
+from k3rewrite.kernels.kda_decode.launch import NUM_WARPS, POINTERS, STRIDES, constants, kda_decode
 from k3rewrite.kernels.kda_decode.op import OP
 from k3rewrite.ops.kernel import Kernel, TritonUnit
 from k3rewrite.targets import Target
@@ -47,12 +48,12 @@ def _objection(arguments: Mapping[str, Any], target: Target) -> str | None:
         if tensor is None or name == "slots":
             continue
         if tensor.dtype not in ((torch.float32,) if name == "state" else NAMES):
-            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+            return f"{name} is {text(tensor.dtype)}"
         if name not in _VIEWED and not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
             return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
     for name in ("inner_dtype", "out_dtype"):
         if arguments[name] not in NAMES:
-            return f"{name} is {str(arguments[name]).removeprefix('torch.')}"
+            return f"{name} is {text(arguments[name])}"
     return _shape_objection(arguments)
 
 
@@ -76,17 +77,14 @@ def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
 def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]:
     from k3rewrite.kernels.kda_decode import triton as kernels
 
-    def pointer(value: Tensor) -> str:
-        return "*" + {torch.int32: "i32", torch.int64: "i64"}.get(value.dtype, NAMES.get(value.dtype, ""))
-
     signature: dict[str, str] = {}
     fixed = constants(dict(arguments))
     for name in POINTERS:
         if arguments[name] is None:
             fixed[name] = None
         else:
-            signature[name] = pointer(arguments[name])
-    signature["out"] = "*" + NAMES[arguments["out_dtype"]]
+            signature[name] = pointer(arguments[name].dtype)
+    signature["out"] = pointer(arguments["out_dtype"])
     views = {"qkv", "f", "b", "gate"}  # of one projection, at any offset
     steps = {"conv_slot", "conv_column", "state_slot", "state_head"}
     if same_size(arguments["conv_state"].stride(2), 1):
@@ -102,16 +100,12 @@ def _units(arguments: Mapping[str, Any], target: Target) -> Sequence[TritonUnit]
 
 
 def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
-    return FLOOR_US + _moving_us(arguments, target)
+    return FLOOR_US + moving_us(OP, arguments, target)
 
 
 def _cost_us_of_hip(arguments: Mapping[str, Any], target: Target) -> float:
     """On AMD behind Triton's: neither was run there."""
-    return (HIP_FLOOR_US if target.vendor == "nvidia" else FLOOR_US + 0.1) + _moving_us(arguments, target)
-
-
-def _moving_us(arguments: Mapping[str, Any], target: Target) -> float:
-    return OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+    return (HIP_FLOOR_US if target.vendor == "nvidia" else FLOOR_US + 0.1) + moving_us(OP, arguments, target)
 
 
 KERNELS = (
@@ -133,6 +127,6 @@ KERNELS = (
         launch=hip_kernel.kda_decode,
         units=hip_kernel.units,
         cost_us=_cost_us_of_hip,
-        sources=(hip_kernel.PATH, _FOLDER / "hip_kernel.py", *HEADERS),
+        sources=(hip_kernel.PATH, _FOLDER / "hip_kernel.py", _FOLDER.parent / "kda.py", *HEADERS),
     ),
 )

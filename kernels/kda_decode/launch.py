@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.dtypes import NAMES
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 POINTERS = ("qkv", "f", "b", "gate", "conv_weight", "a_log", "dt_bias", "norm_weight", "conv_state", "state", "slots")
 STRIDES = {
     "qkv_row": ("qkv", 0), "f_row": ("f", 0), "b_row": ("b", 0), "gate_row": ("gate", 0), "gate_head": ("gate", 1),

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.graph.shapes import same_size
-from k3rewrite.kernels.devices import device_facts, loaded_function
+from k3rewrite.kernels.devices import CLUSTER_ARCHS, device_facts, loaded_function
+from k3rewrite.kernels.kda import at_odd_addresses, hip_objection
 from k3rewrite.kernels.kda_verify import launch
 from k3rewrite.ops.kernel import HipUnit
 from k3rewrite.ops.runs import hand_over
@@ -24,9 +24,6 @@ from k3rewrite.targets import Target
 
 PATH = Path(__file__).parent / "hip" / "kda_verify.hip"
 SYMBOL = "kda_verify"
-SIZES = (64, 128)
-CLUSTER_ARCHS = ("sm_90", "sm_100")
-_NARROW = ("qkv", "f", "b", "gate", "conv_state")
 _IDS = ("start", "table", "history", "lengths")
 _BITS = {torch.int32: 32, torch.int64: 64}
 _ROWS_WITHOUT_A_NUMBER = 8
@@ -56,26 +53,10 @@ def layout_for(head_sequences: int, arch: str, compute_units: int) -> Layout:
 
 def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
     """None, or why a call that the Triton kernels take is not this one's."""
-    if target.vendor == "nvidia" and target.arch not in CLUSTER_ARCHS:
-        return f"{target.arch} has no clusters of workgroups"
-    for name in _NARROW:
-        if (dtype := arguments[name].dtype) != torch.bfloat16:
-            return f"{name} is {str(dtype).removeprefix('torch.')}; bfloat16 is read"
-    if arguments["out_dtype"] != torch.bfloat16 or arguments["inner_dtype"] not in (torch.float32, torch.bfloat16):
-        return "writes bfloat16, and rounds on the way to bfloat16 or not at all"
+    if reason := hip_objection(arguments, target):
+        return reason
     if len({arguments[name].dtype for name in _IDS if arguments[name] is not None}) > 1:
         return "slots, columns and lengths are of several dtypes"
-    state, weight = arguments["state"], arguments["conv_weight"]
-    if state.shape[3] not in SIZES:
-        return f"heads of {state.shape[3]}; {' or '.join(map(str, SIZES))} are taken"
-    if not same_size(weight.stride(1), 1) or not same_size(weight.stride(0), weight.shape[1]):
-        return "the taps of a channel do not lie together"
-    for tensor, name in ((state, "the state"), (weight, "the taps")):
-        steps = (*tensor.stride()[:-1], tensor.storage_offset())
-        if any(not isinstance(step, int) or step % 4 for step in steps):
-            return f"rows of {name} do not begin at multiples of 16 bytes"
-    if not same_size(arguments["norm_weight"].stride(0), 1):
-        return "the weight of the norm is not contiguous"
     return None
 
 
@@ -113,7 +94,7 @@ def kda_verify(
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:  # fmt: skip
     """As `launch.kda_verify`, by the HIP kernel; by that one where states or taps do not begin at 16 bytes, which is
     looked at before anything is written. A `layout` takes the place of the target's own."""
-    if state.data_ptr() % 16 or conv_weight.data_ptr() % 16:
+    if at_odd_addresses(state, conv_weight):
         hand_over("triton")
         return launch.kda_verify(
             qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, conv_state, state, start, table, history,

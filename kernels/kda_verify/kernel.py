@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from k3rewrite.graph.shapes import same_size
+from k3rewrite.kernels.costs import moving_us
+from k3rewrite.kernels.dtypes import NAMES, pointer, text
 from k3rewrite.kernels.headers import HEADERS
 from k3rewrite.kernels.kda_verify import hip_kernel
 from k3rewrite.kernels.kda_verify.launch import (
     CLOSE_POINTERS,
     CLOSE_STRIDES,
     CLOSE_WARPS,
-    NAMES,
     TILE_POINTERS,
     TILE_STRIDES,
     constants,
@@ -63,21 +63,17 @@ def _objection(arguments: Mapping[str, Any], target: Target) -> str | None:
         else:
             fitting = (torch.float32,) if name in _WIDE else (torch.float32, torch.bfloat16, torch.float16)
         if tensor.dtype not in fitting:
-            return f"{name} is {_text(tensor.dtype)}"
+            return f"{name} is {text(tensor.dtype)}"
         if name == "conv_weight":  # a row for each channel, or for each tap
             continue
         if not same_size(tensor.stride(-1), 1) and not same_size(tensor.shape[-1], 1):
             return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
     for name in ("inner_dtype", "out_dtype"):
         if arguments[name] not in NAMES:
-            return f"{name} is {_text(arguments[name])}"
+            return f"{name} is {text(arguments[name])}"
     if (raw := arguments["qkv"].dtype) != (line := arguments["conv_state"].dtype):
-        return f"qkv is {_text(raw)}, and the line {_text(line)}"
+        return f"qkv is {text(raw)}, and the line {text(line)}"
     return _shape_objection(arguments)
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape_objection(arguments: Mapping[str, Any]) -> str | None:
@@ -129,8 +125,8 @@ def _unit(
         if arguments[name] is None:
             fixed[name] = None
         else:
-            signature[name] = _pointer(arguments[name])
-    signature |= {name: "*" + NAMES[dtype] for name, dtype in written.items()}
+            signature[name] = pointer(arguments[name].dtype)
+    signature |= {name: pointer(dtype) for name, dtype in written.items()}
     views = {"qkv", "f", "b", "gate", "start", "table", "history", "lengths"}  # at any offset of something else
     aligned = (frozenset(signature) - views) | (
         strides.keys() & {"conv_slot", "conv_column", "state_slot", "state_head", "weight_tap"}
@@ -145,21 +141,13 @@ def _unit(
     return TritonUnit(function, signature, fixed, aligned=aligned, num_warps=waves, num_stages=1)
 
 
-def _pointer(value: Tensor) -> str:
-    return "*" + {torch.int32: "i32", torch.int64: "i64"}.get(value.dtype, NAMES.get(value.dtype, ""))
-
-
 def _cost_us(arguments: Mapping[str, Any], target: Target) -> float:
-    return FLOOR_US + _moving_us(arguments, target)
+    return FLOOR_US + moving_us(OP, arguments, target)
 
 
 def _cost_us_of_hip(arguments: Mapping[str, Any], target: Target) -> float:
     """On AMD behind Triton's: neither was run there."""
-    return (HIP_FLOOR_US if target.vendor == "nvidia" else FLOOR_US + 0.1) + _moving_us(arguments, target)
-
-
-def _moving_us(arguments: Mapping[str, Any], target: Target) -> float:
-    return OP.cost(**arguments).bytes / target.read_bandwidth * 1e6
+    return (HIP_FLOOR_US if target.vendor == "nvidia" else FLOOR_US + 0.1) + moving_us(OP, arguments, target)
 
 
 def _paths(arguments: Mapping[str, Any], target: Target) -> str:
@@ -191,6 +179,6 @@ KERNELS = (
         launch=hip_kernel.kda_verify,
         units=hip_kernel.units,
         cost_us=_cost_us_of_hip,
-        sources=(hip_kernel.PATH, _FOLDER / "hip_kernel.py", *HEADERS),
+        sources=(hip_kernel.PATH, _FOLDER / "hip_kernel.py", _FOLDER.parent / "kda.py", *HEADERS),
     ),
 )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from k3rewrite.kernels.devices import device_facts
+from k3rewrite.kernels.dtypes import NAMES
 from k3rewrite.kernels.kda_verify.tiles import Tile, tile_for
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 TILE_POINTERS = (
     "qkv", "f", "b", "conv_weight", "a_log", "dt_bias", "conv_state", "state", "start", "table", "history", "lengths",
 )  # fmt: skip

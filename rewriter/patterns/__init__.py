@@ -7,7 +7,7 @@ rule.py     rule, policy, refusal, builder, examples
 rewrite.py  one rule applied to every candidate site, with purity and contract checked
 """
 
-from k3rewrite.patterns.bindings import Match, describe
+from k3rewrite.patterns.bindings import Attempt, Match, Unlike, describe
 from k3rewrite.patterns.pattern import (
     LAST_DIM,
     OPERATORS,
@@ -30,6 +30,7 @@ __all__ = [
     "LAST_DIM",
     "OPERATORS",
     "Anything",
+    "Attempt",
     "Builder",
     "Cast",
     "CounterExample",
@@ -45,6 +46,7 @@ __all__ = [
     "Product",
     "Refusal",
     "Rule",
+    "Unlike",
     "Var",
     "Views",
     "call",

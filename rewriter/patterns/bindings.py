@@ -42,6 +42,14 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
+class Unlike(Exception):
+    """What is not as a rule expects, and where: for rules that read the graph in their own way."""
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.node = reason, node
+
+
 @dataclass
 class Attempt:
     """The deepest failure seen while one site was tried.
@@ -64,6 +72,10 @@ class Attempt:
             self.node = at if isinstance(at, Node) else (env.nodes[-1] if env.nodes else None)
             self.expected, self.found = expected, found
             self.reason = reason or f"expected {expected}, found {found}"
+
+    def because(self, unlike: Unlike) -> None:
+        """The reason of a site that a rule has read itself."""
+        self.node, self.reason = unlike.node, unlike.reason
 
     def absorb(self, other: Attempt) -> None:
         """Keep what the other has seen if it is deeper."""

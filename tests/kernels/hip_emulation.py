@@ -3,6 +3,9 @@
     function = emulated(unit, wave_size=32)      # instead of k3rewrite.kernels.devices.loaded_function
     function(grid=(4, 2), threads=128, arguments=[x, 3, 1.0, out])
 
+    with emulating(hip_kernel, folder, 64):  # every launch of a module
+        hip_kernel.kda_decode(**call)
+
 What a GPU does differently is not seen: registers, rounding of its fast functions, races between waves that no barrier
 orders but that happen to be run in order here. Seen are indices, masks, the order of asynchronous copies, and what is
 handed over.
@@ -10,14 +13,16 @@ handed over.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from k3rewrite.emit.source import include_folder
@@ -32,6 +37,21 @@ extern "C" int k3_emulate(int gx, int gy, int gz, int threads, void** arguments)
     return k3_emulator::run(gx, gy, gz, threads, K3_EMULATED_WAVE, k3_emulator::bound(&{symbol}, arguments));
 }}
 """
+
+
+@contextlib.contextmanager
+def emulating(module: Any, folder: Path, wave_size: int) -> Iterator[None]:
+    """Calls of `module`, a kernel's `hip_kernel.py`, run here, as on gfx950 where waves are of 64 lanes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "loaded_function", lambda unit: emulated(unit, folder, wave_size))
+        patch.setattr(module, "device_facts", lambda device: ("gfx950", 256))
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch.setattr(torch.version, "hip", "7.0" if wave_size == 64 else None)
+        module._function.cache_clear()
+        try:
+            yield
+        finally:
+            module._function.cache_clear()
 
 
 def emulated(unit: HipUnit, folder: Path, wave_size: int = 32) -> Callable[..., None]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreting import results_of
 
 from k3rewrite.emit import Provenance, emit_unit
 from k3rewrite.kernels.attn_res.kernel import KERNELS as MIX_KERNELS
@@ -28,13 +25,7 @@ NARROW = {"torch.bfloat16": 1e-2, "torch.float16": 8e-4, "torch.float32": 1e-6}
 
 @pytest.fixture(scope="module")
 def interpreted() -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("attn_res_interpreted.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = results_of("attn_res_interpreted.py")
     assert len(results) == 27
     return results
 

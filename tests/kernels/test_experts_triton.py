@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from experts_cases import BF16, FEWEST, FP32, MODEL
+from interpreting import results_of
 
 from k3rewrite.emit import Provenance, emit_unit
 from k3rewrite.kernels.experts import KERNELS
@@ -29,13 +26,7 @@ BOUND = {"fewest": 1e-6, "model": 1.2e-2, "bf16": 3e-2}
 
 @pytest.fixture(scope="module")
 def interpreted() -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("experts_interpreted.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return results_of("experts_interpreted.py", timeout=280)
 
 
 def test_every_path_computes_the_op(interpreted: list[dict[str, Any]]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreting import results_of
 from kda_chunk_cases import BY_TOKEN, make_call
 
 from k3rewrite.emit import Provenance, emit_unit
@@ -30,13 +27,7 @@ KERNEL = KERNELS[0]
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, Any]]:
-    script = Path(__file__).with_name("kda_chunk_interpreted.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    results: dict[str, dict[str, Any]] = results_of("kda_chunk_interpreted.py", timeout=600)
     assert len(results) == 25
     return results
 
@@ -165,7 +156,7 @@ def test_what_it_does_not_take() -> None:
             {"q": call["q"].transpose(1, 2).contiguous().transpose(1, 2)},
             "heads of a token of q do not lie side by side",
         ),
-        ({"out_dtype": torch.float64}, "out_dtype is torch.float64"),
+        ({"out_dtype": torch.float64}, "out_dtype is float64"),
         ({"checkpoints": torch.zeros(2, 4, dtype=torch.int32)[:, :1]}, "checkpoints do not lie in one piece"),
     ):
         assert reason in str(KERNEL.accepts(call | change, h200)), change

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hip_emulation import COMPILER, emulated
+from hip_emulation import COMPILER, emulating
 from kda_decode_cases import errors, make_call
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
@@ -48,18 +47,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"slots": [2, 0, 1], "heads": 2, "size": 64, "bound": None},
     ],
 )  # fmt: skip
-def test_near_fp64(
-    settings: dict[str, Any], layout: Layout, wave_size: int, compiled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hip_kernel, "loaded_function", lambda unit: emulated(unit, compiled, wave_size))
-    monkeypatch.setattr(hip_kernel, "device_facts", lambda device: ("gfx950", 256))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.version, "hip", "7.0" if wave_size == 64 else None)
-    hip_kernel._function.cache_clear()
+def test_near_fp64(settings: dict[str, Any], layout: Layout, wave_size: int, compiled: Path) -> None:
     call = make_call(**settings)
     kept = {name: value.clone() for name, value in call.items() if isinstance(value, torch.Tensor)}
-    found = errors(hip_kernel.kda_decode(**call, layout=layout), call)
-    hip_kernel._function.cache_clear()
+    with emulating(hip_kernel, compiled, wave_size):
+        results = hip_kernel.kda_decode(**call, layout=layout)
+    found = errors(results, call)
     assert found["out"] <= (3e-3 if call["inner_dtype"] is torch.float32 else 6e-3)
     assert found["state"] <= (1e-6 if call["inner_dtype"] is torch.float32 else 2e-3)
     assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)

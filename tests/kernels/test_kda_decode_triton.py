@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreting import results_of
 from kda_decode_cases import errors, make_call
 
 from k3rewrite.emit import Provenance, emit_unit
@@ -27,13 +24,7 @@ NARROW = (1.2e-2, 1e-6)
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, Any]]:
-    script = Path(__file__).with_name("kda_decode_interpreted.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    results: dict[str, dict[str, Any]] = results_of("kda_decode_interpreted.py")
     assert len(results) == 15
     return results
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hip_emulation import COMPILER, emulated
+from hip_emulation import COMPILER, emulating
 from kda_verify_cases import errors, in_one_buffer, make_call, waits_before_it_loads
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
@@ -38,23 +37,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"accepted": [5, 1, 2, 8], "tokens": 8, "heads": 1, "size": 64, "lengths": [8, 3, 0, 1], "spare": 0},
     ],
 )  # fmt: skip
-def test_near_fp64(
-    settings: dict[str, Any], layout: Layout, wave_size: int, compiled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hip_kernel, "loaded_function", lambda unit: emulated(unit, compiled, wave_size))
-    monkeypatch.setattr(hip_kernel, "device_facts", lambda device: ("gfx950", 256))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.version, "hip", "7.0" if wave_size == 64 else None)
-    hip_kernel._function.cache_clear()
+def test_near_fp64(settings: dict[str, Any], layout: Layout, wave_size: int, compiled: Path) -> None:
     call = make_call(**settings | BY_CHANNEL)
     own = in_one_buffer(call)
-    out = hip_kernel.kda_verify(**call | own, in_place=True, layout=layout)
+    with emulating(hip_kernel, compiled, wave_size):
+        out = hip_kernel.kda_verify(**call | own, in_place=True, layout=layout)
     shared = (out, own["conv_state"], own["state"])
     kept = {name: value.clone() for name, value in call.items() if isinstance(value, torch.Tensor)}
-    results = hip_kernel.kda_verify(**call, layout=layout)
+    with emulating(hip_kernel, compiled, wave_size):
+        results = hip_kernel.kda_verify(**call, layout=layout)
     found = errors(results, call)
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(shared, results, strict=True))
-    hip_kernel._function.cache_clear()
     assert found["out"] <= (3e-3 if call["inner_dtype"] is torch.float32 else 6e-3)
     assert found["state"] <= (1e-6 if call["inner_dtype"] is torch.float32 else 3e-3)
     assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreting import results_of
 from kda_verify_cases import errors, make_call, through_op, waits_before_it_loads
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -31,13 +28,7 @@ NARROW = (1.2e-2, 1e-6)
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, Any]]:
-    script = Path(__file__).with_name("kda_verify_interpreted.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    results: dict[str, dict[str, Any]] = results_of("kda_verify_interpreted.py")
     assert len(results) == 15
     return results
 

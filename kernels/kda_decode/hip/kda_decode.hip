@@ -34,6 +34,8 @@
 
 #include "cluster.h"
 #include "portability.h"
+
+#include "kda.h"
 #if KDA_BULK
 #include "nvidia.h"
 #endif
@@ -67,26 +69,6 @@ typedef i64 slot_type;
 #else
 typedef i32 slot_type;
 #endif
-
-K3_DEVICE float when_inner(float value) { return KDA_INNER_BF16 ? round_to_bf16(value) : value; }
-
-// x above 20, as torch has it; a series where 1 + exp(x) would lose digits.
-K3_DEVICE float softplus(float x) {
-    if (x > 20.0f) return x;
-    const float e = fast_exp(x);
-    if (e < 1.0f / 64) return e * (1.0f - e * (0.5f - e * (1.0f / 3 - e * 0.25f)));
-    return fast_log2(1.0f + e) * 0.6931471805599453f;
-}
-
-struct four {
-    float at[4];
-};
-K3_DEVICE four four_of(const u32x4& packed) {
-    return {{bit_cast<float>(packed.x), bit_cast<float>(packed.y), bit_cast<float>(packed.z), bit_cast<float>(packed.w)}};
-}
-K3_DEVICE u32x4 packed_of(const four& from) {
-    return {bit_cast<u32>(from.at[0]), bit_cast<u32>(from.at[1]), bit_cast<u32>(from.at[2]), bit_cast<u32>(from.at[3])};
-}
 
 }  // namespace
 
@@ -201,7 +183,7 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
         for (i32 j = 0; j < history; ++j) {
             total = k3::fma(to_float(past[r][KDA_COLUMNS - history + j]), weight.at[j], total);
         }
-        const float convolved = when_inner(total * fast_sigmoid(total));
+        const float convolved = inner<KDA_INNER_BF16>(total * fast_sigmoid(total));
         (n < size ? q_of[n] : n < 2 * size ? k_of[n - size] : v_of[n - 2 * size]) = convolved;
     }
     const auto move_on = [&](i32 r) {
@@ -271,7 +253,7 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
             for (i32 i = 0; i < 4; ++i) decayed[j].at[i] = k3::fma(update, k[j].at[i], decayed[j].at[i]);
             if (here) store16(kept + value * size + first_key + j * 4 * lanes, packed_of(decayed[j]));
         }
-        read = when_inner(k3::fma(update, of_both, read));
+        read = inner<KDA_INNER_BF16>(k3::fma(update, of_both, read));
         if (here && lane() % lanes == 0) read_of[value] = read, square = k3::fma(read, read, square);
     }
 #if KDA_BULK

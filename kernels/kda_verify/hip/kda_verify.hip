@@ -35,6 +35,8 @@
 #include "cluster.h"
 #include "portability.h"
 
+#include "kda.h"
+
 namespace {
 
 using namespace k3;
@@ -64,20 +66,12 @@ typedef i64 id_type;
 typedef i32 id_type;
 #endif
 
-K3_DEVICE float when_inner(float value) { return KDA_INNER_BF16 ? round_to_bf16(value) : value; }
-
-struct four {
-    float at[4];
-};
-K3_DEVICE four four_of(const u32x4& packed) {
-    return {{bit_cast<float>(packed.x), bit_cast<float>(packed.y), bit_cast<float>(packed.z), bit_cast<float>(packed.w)}};
-}
 // One store of 16 bytes: NVRTC takes apart the first of a row.
 K3_DEVICE void keep(float* to, const four& from) {
 #if defined(__CUDA_ARCH__)
     asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(from.at[0]), "f"(from.at[1]), "f"(from.at[2]), "f"(from.at[3]));
 #else
-    store16(to, {bit_cast<u32>(from.at[0]), bit_cast<u32>(from.at[1]), bit_cast<u32>(from.at[2]), bit_cast<u32>(from.at[3])});
+    store16(to, packed_of(from));
 #endif
 }
 
@@ -211,7 +205,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         for (i32 t = 0; t < tokens; ++t) {
             const float x3 = to_float(token[r][t]);
             const float total = k3::fma(x0, weight.at[0], k3::fma(x1, weight.at[1], k3::fma(x2, weight.at[2], x3 * weight.at[3])));
-            const float convolved = when_inner(total * fast_sigmoid(total));
+            const float convolved = inner<KDA_INNER_BF16>(total * fast_sigmoid(total));
             (n < size       ? q_of[t * size + n]
              : n < 2 * size ? k_of[t * size + n - size]
                             : v_of[t * values + n - 2 * size]) = convolved;
@@ -284,7 +278,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 #pragma unroll
                 for (i32 j = 0; j < quads; ++j) keep(to + j * 4 * lanes, held[p][j]);
             }
-            read = when_inner(k3::fma(update, of_both, read));
+            read = inner<KDA_INNER_BF16>(k3::fma(update, of_both, read));
             if (here && lane() % lanes == 0) read_of[t * values + value] = read, square[t] = k3::fma(read, read, square[t]);
         }
     }
