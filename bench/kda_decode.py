@@ -30,13 +30,15 @@ MOST_SETS = 32
 WARPS = (4, 8, 16)
 LAYOUTS = [
     *(
-        hip_kernel.Layout(split, waves, dependent=True, keys=keys)
+        hip_kernel.Layout(split, waves, dependent=True, keys=keys, ahead=ahead)
         for split, waves, keys in [(1, 4, 16), (1, 8, 16), (2, 4, 16), (2, 8, 16), (4, 4, 16), (8, 4, 16)]
+        for ahead in (False, True)
     ),
     *(
-        hip_kernel.Layout(1, waves, dependent=True, keys=keys, bulk=True, once=once)
+        hip_kernel.Layout(1, waves, dependent=True, keys=keys, bulk=True, once=once, ahead=ahead)
         for waves, keys in [(4, 16), (8, 16), (8, 8)]
         for once in (False, True)
+        for ahead in (False, True)
     ),
 ]  # fmt: skip
 Call = Callable[[int], Tensor]

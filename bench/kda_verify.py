@@ -39,8 +39,9 @@ TILES = (
     Tile(16, 4), Tile(32, 4, 8), Tile(32, 4), Tile(32, 8),
 )  # fmt: skip
 LAYOUTS = [
-    hip_kernel.Layout(split, waves, dependent=True)
+    hip_kernel.Layout(split, waves, dependent=True, ahead=ahead)
     for split, waves in [(8, 4), (4, 4), (4, 8), (2, 8), (2, 16), (1, 8), (1, 16)]
+    for ahead in (False, True)
 ]
 Calls = list[dict[str, Any]]
 Call = Callable[[int], Tensor]

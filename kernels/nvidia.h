@@ -79,6 +79,10 @@ K3_DEVICE void copy_bulk_once(void* to, const void* from, u32 bytes, arrival* at
         ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(at)),
         "l"(leaves_first()) : "memory");
 }
+K3_DEVICE void bring_nearer_once(const void* address, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;"
+        ::"l"(__cvta_generic_to_global(address)), "r"(bytes), "l"(leaves_first()));
+}
 K3_DEVICE void wait_for(arrival* at, i32 turn) {
     u32 passed = 0;
     while (passed == 0) {

@@ -96,6 +96,14 @@ K3_DEVICE i32 lane() {
 }
 #endif
 
+// thread_x() of a one-dimensional block of Threads: the compiler then knows which tests of it always hold.
+template <i32 Threads>
+K3_DEVICE i32 thread_of() {
+    const i32 me = thread_x();
+    __builtin_assume(me >= 0 && me < Threads);
+    return me;
+}
+
 // Index of the wave within a one-dimensional block. No lane exchange, so it may stand inside a branch; AMD's compiler is
 // told that it is the same in all lanes.
 K3_DEVICE i32 wave() {
@@ -193,6 +201,47 @@ template <bool Dependent>
 K3_DEVICE void release_later_kernel() {
 #if K3_NVIDIA
     if constexpr (Dependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until it has waited a kernel may also bring into the L2 whatever it will read, since that changes no value. A number that
+// says where, a slot, is looked at for this purpose alone: it may be old, or not yet written, and is checked to lie within
+// before it is used, and loaded again behind the wait.
+template <typename T>
+K3_DEVICE T peek(const T* address) {
+#if K3_NVIDIA
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "peek: integers");
+    if constexpr (sizeof(T) == 4) {
+        u32 v;
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(address)));
+        return bit_cast<T>(v);
+    } else {
+        u64 v;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(__cvta_generic_to_global(address)));
+        return bit_cast<T>(v);
+    }
+#else
+    return *address;
+#endif
+}
+// The 128 bytes around an address; many bytes, a multiple of 16 from an address that is one.
+K3_DEVICE void bring_nearer(const void* address) {
+#if K3_NVIDIA
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+#endif
+}
+K3_DEVICE void bring_nearer(const void* address, u32 bytes) {
+#if K3_NVIDIA
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(bytes));
+#endif
+}
+
+// An address in global memory is worked out where this stands, before a wait say, and not where it is used.
+template <typename T>
+K3_DEVICE void work_out(T*& address) {
+#if K3_NVIDIA
+    asm volatile("" : "+l"(address));
+    __builtin_assume(__isGlobal(address));  // the compiler has just been made to forget it
 #endif
 }
 

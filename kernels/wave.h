@@ -52,6 +52,16 @@ template <i32 Width>
 K3_DEVICE float group_sum(float value) { return group_reduce<sum_of, Width>(value); }
 template <i32 Width>
 K3_DEVICE float group_max(float value) { return group_reduce<maximum_of, Width>(value); }
+// Over the groups of Width lanes of a wave: the sum of the lanes that have the same place in their groups.
+template <i32 Width>
+K3_DEVICE float sum_over_groups(float value) {
+    static_assert(Width >= 4 && (Width & (Width - 1)) == 0 && Width <= wave_size, "sum_over_groups: Width");
+    if constexpr (Width <= 4) value = butterfly_step<sum_of, 4>(value);
+    if constexpr (Width <= 8) value = butterfly_step<sum_of, 8>(value);
+    if constexpr (Width <= 16) value = butterfly_step<sum_of, 16>(value);
+    if constexpr (Width <= 32 && wave_size == 64) value = butterfly_step<sum_of, wave_size / 2>(value);
+    return value;
+}
 K3_DEVICE float wave_sum(float value) { return group_reduce<sum_of, wave_size>(value); }
 K3_DEVICE float wave_max(float value) { return group_reduce<maximum_of, wave_size>(value); }
 

@@ -47,6 +47,8 @@ class Layout:
     """states wait in shared memory, which bulk copies fill and empty (sm_90 and later), instead of in registers"""
     once: bool = False
     """bulk copies tell the L2 that a state is not needed again soon"""
+    ahead: bool = False
+    """a dependent launch brings what it will read into the L2 before the kernel before it has ended"""
 
 
 def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
@@ -104,6 +106,7 @@ def unit(arguments: Mapping[str, Any], layout: Layout) -> HipUnit:
         "KEYS": layout.keys,
         "BULK": int(layout.bulk),
         "ONCE": int(layout.once),
+        "AHEAD": int(layout.ahead),
     }
     defines = {f"KDA_{name}": str(value) for name, value in values.items()}
     return HipUnit(PATH, SYMBOL, defines, dynamic_lds=_state_bytes(state.shape[3], layout))
@@ -150,8 +153,9 @@ def kda_decode(
                 arguments=[
                     qkv, qkv.stride(0), f, f.stride(0), b, b.stride(0), gate, gate.stride(0), gate.stride(1),
                     conv_weight, a_log, dt_bias, norm_weight, conv_state, conv_state.stride(0), conv_state.stride(1),
-                    state, state.stride(0), state.stride(1), qkv if slots is None else slots, out, float(bound or 0.0),
-                    float(q_scale), float(l2_eps), float(norm_eps),
+                    state, state.stride(0), state.stride(1), qkv if slots is None else slots,
+                    min(len(state), len(conv_state)), out, float(bound or 0.0), float(q_scale), float(l2_eps),
+                    float(norm_eps),
                 ],
             )  # fmt: skip
     return out if in_place else (out, conv_state, state)

@@ -37,6 +37,8 @@ class Layout:
     split: int
     waves: int
     dependent: bool = False
+    ahead: bool = False
+    """a dependent launch brings what it will read into the L2 before the kernel before it has ended"""
 
 
 def layout_for(head_sequences: int, arch: str, compute_units: int) -> Layout:
@@ -45,10 +47,10 @@ def layout_for(head_sequences: int, arch: str, compute_units: int) -> Layout:
     kernel before); AMD's and sm_100's layouts were not."""
     if arch not in CLUSTER_ARCHS:
         return Layout(1, 8 if head_sequences >= compute_units else 16)
-    for split, waves in ((8, 4), (4, 8), (2, 8)):
+    for split, waves in ((8, 4), (4, 4), (2, 8)):
         if head_sequences * split <= compute_units:
-            return Layout(split, waves, dependent=True)
-    return Layout(1, 8, dependent=True)
+            return Layout(split, waves, dependent=True, ahead=True)
+    return Layout(1, 8, dependent=True, ahead=True)
 
 
 def objection(arguments: Mapping[str, Any], target: Target) -> str | None:
@@ -81,6 +83,7 @@ def unit(arguments: Mapping[str, Any], layout: Layout) -> HipUnit:
         "SILU": int(arguments["activation"] == "silu"),
         "INNER_BF16": int(arguments["inner_dtype"] == torch.bfloat16),
         "DEPENDENT": int(layout.dependent),
+        "AHEAD": int(layout.ahead),
     }
     return HipUnit(PATH, SYMBOL, {f"KDA_{name}": str(value) for name, value in values.items()})
 
@@ -121,8 +124,8 @@ def kda_verify(
                     qkv, *qkv.stride()[:2], f, *f.stride()[:2], b, *b.stride()[:2], gate, *gate.stride()[:3],
                     conv_weight, a_log, dt_bias, norm_weight, conv_state, *conv_state.stride()[:2], state,
                     *state.stride()[:2], start, table, table.stride(0), history, history.stride(0),
-                    table if lengths is None else lengths, out, float(bound), float(q_scale), float(l2_eps),
-                    float(norm_eps),
+                    table if lengths is None else lengths, min(len(state), len(conv_state)), conv_state.shape[1],
+                    out, float(bound), float(q_scale), float(l2_eps), float(norm_eps),
                 ],
             )  # fmt: skip
     return out if in_place else (out, conv_state, state)

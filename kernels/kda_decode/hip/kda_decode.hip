@@ -1,5 +1,6 @@
 // One token of a KDA layer, from its projections to the input of its output projection: the schedule of ../triton.py.
 //
+//   ahead     while the kernel before still runs, state and lines are brought into the L2
 //   inputs    what needs no slot is asked for first; then the state, which is nearly all of what is read; then the lines
 //   q, k, v   convolved from the line of past inputs; decay of each key; beta                 a channel a thread
 //   S         decayed, updated, stored; read out in the same pass                             8 lanes a value's row
@@ -28,6 +29,7 @@
 //                          back, so that several workgroups' states are under way in a multiprocessor (sm_90 and later);
 //                          0: in registers
 //   KDA_ONCE               1: bulk copies tell the L2 that a state is not needed again soon
+//   KDA_AHEAD              1: state and lines are brought into the L2 while the kernel before still runs
 //
 // Inputs, lines and the result are bf16, weights and states fp32. Strides are in elements; states and taps are 16-byte
 // aligned, a head's state lies in one piece.
@@ -55,7 +57,7 @@ constexpr i32 rounds = (channels + threads - 1) / threads;
 constexpr i32 history = KDA_TAPS - 1;
 constexpr i32 unrolled = KDA_BULK ? 4 : passes;  // what lies in shared memory needs no registers ahead of its pass
 constexpr bool alone = split == 1;               // each line is one thread's
-constexpr bool dependent = KDA_DEPENDENT, has_null = KDA_NULL, bulk = KDA_BULK;
+constexpr bool dependent = KDA_DEPENDENT, ahead = KDA_AHEAD, has_null = KDA_NULL, bulk = KDA_BULK;
 
 static_assert(size == 64 || size == 128, "KDA_SIZE");
 static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
@@ -82,11 +84,11 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     const bf16* qkv, i32 qkv_row, const bf16* f, i32 f_row, const bf16* b, i32 b_row, const bf16* gate, i32 gate_row,
     i32 gate_head, const float* conv_weight, const float* a_log, const float* dt_bias, const float* norm_weight,
     bf16* conv_state, i32 conv_slot, i32 conv_column, float* state, i32 state_slot, i32 state_head, const slot_type* slots,
-    bf16* out, float bound, float q_scale, float l2_eps, float norm_eps) {
-    __shared__ u32x4 q_room[size / 4], k_room[size / 4], decay_room[size / 4];
-    float *const q_of = reinterpret_cast<float*>(q_room), *const k_of = reinterpret_cast<float*>(k_room);
+    i32 pool, bf16* out, float bound, float q_scale, float l2_eps, float norm_eps) {
+    __shared__ u32x4 convolved_room[(2 * size + values) / 4], decay_room[size / 4];
+    float *const q_of = reinterpret_cast<float*>(convolved_room), *const k_of = q_of + size, *const v_of = k_of + size;
     float* const decay_of = reinterpret_cast<float*>(decay_room);
-    __shared__ float v_of[values], read_of[values];
+    __shared__ float read_of[values];
     __shared__ float squares[split * waves];
     __shared__ arrivals of_squares;
 #if KDA_BULK
@@ -103,14 +105,33 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     const i64 row = block_x() / split / KDA_HEADS;
     if (split > 1 && thread_x() == 0) expect(of_squares, sizeof(squares));
     cluster_arrive<split>();
+    const i32 me = thread_of<threads>();
+    const auto channel_of = [&](i32 n) {  // among those of the row: of q, of k, the own ones of v; without a branch
+        const i32 third = static_cast<u32>(n) / size;
+        return (third * KDA_HEADS + head) * size + static_cast<i32>(static_cast<u32>(n) % size) + (third / 2) * part * values;
+    };
+    if (ahead && wave() == waves - 1) {
+        const i64 expected = KDA_SLOTS ? static_cast<i64>(peek(slots + row)) : row;
+        if (expected >= has_null && expected < pool) {
+            if (lane() == 0) {
+                const float* const cells = state + expected * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
+#if KDA_ONCE
+                bring_nearer_once(cells, values * size * sizeof(float));
+#else
+                bring_nearer(cells, values * size * sizeof(float));
+#endif
+            }
+            constexpr i32 pieces = 3 * size / 64;  // of 128 bytes, in a column
+            for (i32 n = lane(); n < KDA_COLUMNS * pieces; n += wave_size) {
+                const i32 at = n % pieces * 64;
+                bring_nearer(conv_state + expected * conv_slot + static_cast<i64>(n / pieces) * conv_column +
+                             (at / size * KDA_HEADS + head) * size + at % size);
+            }
+        }
+    }
     wait_for_earlier_kernel<dependent>();
     release_later_kernel<dependent>();
 
-    const i32 me = thread_x();
-    const auto channel_of = [&](i32 n) {  // among those of the row
-        return n < size ? head * size + n : n < 2 * size ? (KDA_HEADS + head) * size + n - size
-                                                         : (2 * KDA_HEADS + head) * size + part * values + n - 2 * size;
-    };
     bf16 token[rounds];
     u32x4 taps[rounds];
 #pragma unroll
@@ -183,8 +204,7 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
         for (i32 j = 0; j < history; ++j) {
             total = k3::fma(to_float(past[r][KDA_COLUMNS - history + j]), weight.at[j], total);
         }
-        const float convolved = inner<KDA_INNER_BF16>(total * fast_sigmoid(total));
-        (n < size ? q_of[n] : n < 2 * size ? k_of[n - size] : v_of[n - 2 * size]) = convolved;
+        q_of[n] = inner<KDA_INNER_BF16>(total * fast_sigmoid(total));  // or k's, or v's behind them
     }
     const auto move_on = [&](i32 r) {
         const i32 channel = channel_of(me + r * threads);

@@ -1,8 +1,9 @@
 // A verify window of a KDA layer, from its projections to the input of its output projection, in one launch.
 //
-//   weights   taps, bias, rate, norm: after the wait for the kernel before, which may have made them (taps are put
-//             together in every step where nothing has done so beforehand)
-//   inputs    what needs no slot; then the state that the window starts from; then the past of the lines
+//   ahead     while the kernel before still runs, what is known already is brought into the L2
+//   inputs    slots, and what needs none, weights included: the kernel before may have made them (taps are put together
+//             in every step where nothing has done so beforehand); then the state that the window starts from; then the
+//             past of the lines
 //   q, k, v   of every token, convolved; decay of each key; beta                    a channel a thread, to shared memory
 //   S         for each token: decayed, updated, stored; read out in the same pass   8 lanes a value's row, in registers
 //   y         of every token, normalised over the head, gated
@@ -28,6 +29,7 @@
 //   KDA_SILU               1: the gate goes through SiLU; 0: through a sigmoid
 //   KDA_INNER_BF16         1: results of the convolution and of the recurrence are rounded to bf16
 //   KDA_DEPENDENT          1: launched while the kernel before it may still run (sm_90 and later); 0 on AMD
+//   KDA_AHEAD              1: state, lines and weights are brought into the L2 while the kernel before still runs
 //
 // Inputs, lines and the result are bf16, weights and states fp32. Strides are in elements; states and taps are 16-byte
 // aligned, a head's state lies in one piece.
@@ -52,7 +54,8 @@ constexpr i32 rounds = (channels + threads - 1) / threads;
 constexpr i32 results = (tokens * values + threads - 1) / threads;
 constexpr i32 keys = (tokens * size + threads - 1) / threads;
 constexpr i32 history = 3;
-constexpr bool dependent = KDA_DEPENDENT, has_null = KDA_NULL, ragged = KDA_RAGGED;
+constexpr i32 turns = (tokens + wave_rows - 1) / wave_rows;  // of a wave's groups, a token each
+constexpr bool dependent = KDA_DEPENDENT, ahead = KDA_AHEAD, has_null = KDA_NULL, ragged = KDA_RAGGED;
 
 static_assert(size == 64 || size == 128, "KDA_SIZE");
 static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
@@ -75,6 +78,8 @@ K3_DEVICE void keep(float* to, const four& from) {
 #endif
 }
 
+K3_DEVICE float sum_of_quads(const float (&part)[quads]) { return (part[0] + part[1]) + (part[2] + part[3]); }
+
 }  // namespace
 
 // Grid: (sequences * HEADS * SPLIT).
@@ -84,38 +89,95 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     const bf16* gate, i32 gate_row, i32 gate_token, i32 gate_head, const float* conv_weight, const float* a_log,
     const float* dt_bias, const float* norm_weight, bf16* conv_state, i32 conv_slot, i32 conv_column, float* state,
     i32 state_slot, i32 state_head, const id_type* start, const id_type* table, i32 table_row, const id_type* past_columns,
-    i32 past_row, const id_type* lengths, bf16* out, float bound, float q_scale, float l2_eps, float norm_eps) {
-    __shared__ u32x4 q_room[tokens * size / 4], k_room[tokens * size / 4], decay_room[tokens * size / 4];
-    float *const q_of = reinterpret_cast<float*>(q_room), *const k_of = reinterpret_cast<float*>(k_room);
+    i32 past_row, const id_type* lengths, i32 pool, i32 line_columns, bf16* out, float bound, float q_scale, float l2_eps, float norm_eps) {
+    constexpr i32 room = 2 * size + values;  // of a token: q, k, the own values
+    __shared__ u32x4 convolved_room[tokens * room / 4], decay_room[tokens * size / 4];
+    float *const q_of = reinterpret_cast<float*>(convolved_room), *const k_of = q_of + size, *const v_of = k_of + size;
     float* const decay_of = reinterpret_cast<float*>(decay_room);
-    __shared__ float v_of[tokens * values], read_of[tokens * values];
-    __shared__ float squares[tokens * split * waves];
+    __shared__ float read_of[tokens * values];
+    __shared__ u32x4 squares_room[(tokens * split * waves + 3) / 4];
+    float* const squares = reinterpret_cast<float*>(squares_room);
     __shared__ arrivals of_squares;
     const i32 part = block_x() % split;
     const i32 head = block_x() / split % KDA_HEADS;
     const i64 row = block_x() / split / KDA_HEADS;
-    const i32 me = thread_x();
-    if (split > 1 && me == 0) expect(of_squares, sizeof(squares));
+    const i32 me = thread_of<threads>();
+    if (split > 1 && me == 0) expect(of_squares, tokens * split * waves * sizeof(float));
     cluster_arrive<split>();
+    const auto channel_of = [&](i32 n) {  // among those of the row: of q, of k, the own ones of v; without a branch
+        const i32 third = static_cast<u32>(n) / size;
+        return (third * KDA_HEADS + head) * size + static_cast<i32>(static_cast<u32>(n) % size) + (third / 2) * part * values;
+    };
+    if (ahead) {
+#pragma unroll
+        for (i32 r = 0; r < rounds; ++r) {
+            const i32 n = me + r * threads;
+            if (n < channels && n % 8 == 0) bring_nearer(conv_weight + static_cast<i64>(channel_of(n)) * (history + 1));
+        }
+        if (me < size && me % 32 == 0) bring_nearer(dt_bias + head * size + me);
+        if (me < values && me % 32 == 0) bring_nearer(norm_weight + part * values + me);
+        if (me == 0) bring_nearer(a_log + head);
+    }
+    if (ahead && wave() == waves - 1) {
+        const i64 line_of = peek(table + row * table_row), begins = peek(start + row);
+        if (lane() == 0 && begins >= has_null && begins < pool) {
+            bring_nearer(state + begins * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size,
+                         values * size * sizeof(float));
+        }
+        constexpr i32 pieces = 3 * size / 64;  // of 128 bytes, in a column
+        for (i32 n = lane(); n < history * pieces; n += wave_size) {
+            const i64 column = peek(past_columns + row * past_row + n / pieces);
+            const i32 at = n % pieces * 64;
+            if (line_of < has_null || line_of >= pool || column < 0 || column >= line_columns) continue;
+            bring_nearer(conv_state + line_of * conv_slot + column * conv_column + (at / size * KDA_HEADS + head) * size + at % size);
+        }
+    }
+    const auto token_of = [&](i32 turn) {  // of this lane's group
+        const i32 own_turn = turn * wave_rows + lane() / lanes;
+        return own_turn < tokens ? own_turn : tokens - 1;
+    };
+    const bf16 *token_at[rounds], *f_at[keys], *gate_at[results], *b_at[turns];
+    const id_type *table_at = table + row * table_row, *columns_at = past_columns + row * past_row, *start_at = start + row;
+    bf16* lines_at[rounds];
+    const float *bias_at = dt_bias + head * size, *norm_at = norm_weight + part * values, *taps_at[rounds], *rate_at = a_log + head;
+    work_out(bias_at), work_out(norm_at), work_out(rate_at), work_out(table_at), work_out(columns_at), work_out(start_at);
+#pragma unroll
+    for (i32 r = 0; r < rounds; ++r) {
+        const i32 channel = channel_of(me + r * threads);
+        token_at[r] = qkv + row * qkv_row + channel, lines_at[r] = conv_state + channel;
+        taps_at[r] = conv_weight + static_cast<i64>(channel) * (history + 1);
+        work_out(token_at[r]), work_out(lines_at[r]), work_out(taps_at[r]);
+    }
+#pragma unroll
+    for (i32 r = 0; r < turns; ++r) {
+        b_at[r] = b + row * b_row + static_cast<i64>(token_of(r)) * b_token + head;
+        work_out(b_at[r]);
+    }
+#pragma unroll
+    for (i32 r = 0; r < keys; ++r) {
+        const i32 n = me + r * threads;
+        f_at[r] = f + row * f_row + static_cast<i64>(n / size) * f_token + head * size + n % size;
+        work_out(f_at[r]);
+    }
+#pragma unroll
+    for (i32 r = 0; r < results; ++r) {
+        const i32 n = me + r * threads;
+        gate_at[r] = gate + row * gate_row + static_cast<i64>(n / values) * gate_token + static_cast<i64>(head) * gate_head +
+                     part * values + n % values;
+        work_out(gate_at[r]);
+    }
     wait_for_earlier_kernel<dependent>();
     release_later_kernel<dependent>();
 
-    const auto channel_of = [&](i32 n) {  // among those of the row
-        return n < size ? head * size + n : n < 2 * size ? (KDA_HEADS + head) * size + n - size
-                                                         : (2 * KDA_HEADS + head) * size + part * values + n - 2 * size;
-    };
-    u32x4 taps[rounds];
+    const i64 begin = *start_at;
+    i64 places[tokens];
 #pragma unroll
-    for (i32 r = 0; r < rounds; ++r) {
-        const i32 n = me + r * threads;
-        if (n < channels) taps[r] = load16(conv_weight + static_cast<i64>(channel_of(n)) * (history + 1));
-    }
-    const float rate = fast_exp(a_log[head]);
-    float bias[keys], norm[results];
+    for (i32 t = 0; t < tokens; ++t) places[t] = table_at[t];
+    const i64 own = places[0];
+    i64 columns[history];
 #pragma unroll
-    for (i32 r = 0; r < keys; ++r) bias[r] = dt_bias[head * size + (me + r * threads) % size];
-#pragma unroll
-    for (i32 r = 0; r < results; ++r) norm[r] = norm_weight[part * values + (me + r * threads) % values];
+    for (i32 j = 0; j < history; ++j) columns[j] = columns_at[j];
+    const i32 length = ragged ? static_cast<i32>(lengths[row]) : tokens;
 
     bf16 token[rounds][tokens];
     bf16 moved[keys], z[results];
@@ -124,31 +186,35 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 #pragma unroll
         for (i32 r = 0; r < rounds; ++r) {
             const i32 n = me + r * threads;
-            if (n < channels) token[r][t] = qkv[row * qkv_row + static_cast<i64>(t) * qkv_token + channel_of(n)];
+            if (n < channels) token[r][t] = token_at[r][static_cast<i64>(t) * qkv_token];
         }
     }
 #pragma unroll
     for (i32 r = 0; r < keys; ++r) {
         const i32 n = me + r * threads;
-        if (n < tokens * size) moved[r] = f[row * f_row + static_cast<i64>(n / size) * f_token + head * size + n % size];
+        if (n < tokens * size) moved[r] = *f_at[r];
     }
 #pragma unroll
     for (i32 r = 0; r < results; ++r) {
         const i32 n = me + r * threads;
-        if (n < tokens * values) {
-            z[r] = gate[row * gate_row + static_cast<i64>(n / values) * gate_token + static_cast<i64>(head) * gate_head +
-                        part * values + n % values];
-        }
+        if (n < tokens * values) z[r] = *gate_at[r];
     }
-    float beta[tokens];
+    bf16 raw_beta[turns];
 #pragma unroll
-    for (i32 t = 0; t < tokens; ++t) beta[t] = to_float(b[row * b_row + static_cast<i64>(t) * b_token + head]);
+    for (i32 r = 0; r < turns; ++r) raw_beta[r] = *b_at[r];
 
-    const i64 own = table[row * table_row], begin = start[row];
-    i64 columns[history];
+    u32x4 taps[rounds];
 #pragma unroll
-    for (i32 j = 0; j < history; ++j) columns[j] = past_columns[row * past_row + j];
-    const i32 length = ragged ? static_cast<i32>(lengths[row]) : tokens;
+    for (i32 r = 0; r < rounds; ++r) {
+        const i32 n = me + r * threads;
+        if (n < channels) taps[r] = load16(taps_at[r]);
+    }
+    const float speed = *rate_at;
+    float bias[keys], norm[results];
+#pragma unroll
+    for (i32 r = 0; r < keys; ++r) bias[r] = bias_at[(me + r * threads) % size];
+#pragma unroll
+    for (i32 r = 0; r < results; ++r) norm[r] = norm_at[(me + r * threads) % values];
 
     bf16* const result = out + (row * tokens * KDA_HEADS + head) * size + part * values;
     const i64 result_token = static_cast<i64>(KDA_HEADS) * size;
@@ -181,15 +247,15 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     }
 
     // A channel a thread: its line, then its convolution over the window.
-    bf16* const line = conv_state + own * conv_slot;
     bf16 past[rounds][history];
 #pragma unroll
     for (i32 r = 0; r < rounds; ++r) {
         const i32 n = me + r * threads;
         if (n >= channels) continue;
 #pragma unroll
-        for (i32 j = 0; j < history; ++j) past[r][j] = line[columns[j] * conv_column + channel_of(n)];
+        for (i32 j = 0; j < history; ++j) past[r][j] = lines_at[r][own * conv_slot + columns[j] * conv_column];
     }
+    const float rate = fast_exp(speed);
 #pragma unroll
     for (i32 r = 0; r < keys; ++r) {
         const i32 n = me + r * threads;
@@ -205,20 +271,17 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         for (i32 t = 0; t < tokens; ++t) {
             const float x3 = to_float(token[r][t]);
             const float total = k3::fma(x0, weight.at[0], k3::fma(x1, weight.at[1], k3::fma(x2, weight.at[2], x3 * weight.at[3])));
-            const float convolved = inner<KDA_INNER_BF16>(total * fast_sigmoid(total));
-            (n < size       ? q_of[t * size + n]
-             : n < 2 * size ? k_of[t * size + n - size]
-                            : v_of[t * values + n - 2 * size]) = convolved;
+            q_of[t * room + n] = inner<KDA_INNER_BF16>(total * fast_sigmoid(total));  // or k's, or v's behind them
             x0 = x1, x1 = x2, x2 = x3;
         }
     }
     const auto move_on = [&](i32 r) {
-        const i32 channel = channel_of(me + r * threads);
-        line[channel] = past[r][1];
-        line[static_cast<i64>(conv_column) + channel] = past[r][2];
+        bf16* const line = lines_at[r] + own * conv_slot;
+        line[0] = past[r][1];
+        line[conv_column] = past[r][2];
 #pragma unroll
         for (i32 t = 0; t < tokens; ++t) {
-            if (t < count) line[static_cast<i64>(t + 2) * conv_column + channel] = token[r][t];
+            if (t < count) line[static_cast<i64>(t + 2) * conv_column] = token[r][t];
         }
     };
 #pragma unroll
@@ -226,65 +289,92 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         const i32 n = me + r * threads;
         if (n < channels && (split == 1 || n >= 2 * size)) move_on(r);
     }
+    float scale[results];  // of what is normalised
+#pragma unroll
+    for (i32 r = 0; r < results; ++r) {
+        const float given = to_float(z[r]);
+        scale[r] = norm[r] * (KDA_SILU ? given * fast_sigmoid(given) : fast_sigmoid(given));
+    }
+    float taken[turns];
+#pragma unroll
+    for (i32 r = 0; r < turns; ++r) taken[r] = fast_sigmoid(to_float(raw_beta[r]));
     barrier();
+
+    // Lengths of q and k, and q.k, of every token: each group of lanes has one of the first, one of the next, ...
+    float units_q[turns], units_k[turns], products[turns];
+#pragma unroll
+    for (i32 r = 0; r < turns; ++r) {
+        const i32 t = token_of(r);
+        float of_q[quads], of_k[quads], of_both[quads];
+#pragma unroll
+        for (i32 j = 0; j < quads; ++j) {
+            const i32 key = t * room + first_key + j * 4 * lanes;
+            const four q = four_of(load16(q_of + key)), k = four_of(load16(k_of + key));
+            of_q[j] = q.at[0] * q.at[0], of_k[j] = k.at[0] * k.at[0], of_both[j] = q.at[0] * k.at[0];
+#pragma unroll
+            for (i32 i = 1; i < 4; ++i) {
+                of_q[j] = k3::fma(q.at[i], q.at[i], of_q[j]);
+                of_k[j] = k3::fma(k.at[i], k.at[i], of_k[j]);
+                of_both[j] = k3::fma(q.at[i], k.at[i], of_both[j]);
+            }
+        }
+        units_q[r] = fast_rsqrt(group_sum<lanes>(sum_of_quads(of_q)) + l2_eps) * q_scale;
+        units_k[r] = fast_rsqrt(group_sum<lanes>(sum_of_quads(of_k)) + l2_eps);
+        products[r] = group_sum<lanes>(sum_of_quads(of_both)) * units_q[r] * units_k[r];
+    }
 
     float square[tokens];
 #pragma unroll
     for (i32 t = 0; t < tokens; ++t) {
         square[t] = 0.0f;
         if (ragged && t >= count) continue;
-        const i64 place = table[row * table_row + t];
+        const i32 from = t % wave_rows * lanes;
+        const float unit_q = shuffle(units_q[t / wave_rows], from), unit_k = shuffle(units_k[t / wave_rows], from);
+        const float of_both = shuffle(products[t / wave_rows], from), beta = shuffle(taken[t / wave_rows], from);
         four q[quads], k[quads], decay[quads];
-        float of_q = 0.0f, of_k = 0.0f, of_both = 0.0f;
 #pragma unroll
         for (i32 j = 0; j < quads; ++j) {
-            const i32 key = t * size + first_key + j * 4 * lanes;
-            q[j] = four_of(load16(q_of + key)), k[j] = four_of(load16(k_of + key)), decay[j] = four_of(load16(decay_of + key));
-#pragma unroll
-            for (i32 i = 0; i < 4; ++i) {
-                of_q = k3::fma(q[j].at[i], q[j].at[i], of_q);
-                of_k = k3::fma(k[j].at[i], k[j].at[i], of_k);
-                of_both = k3::fma(q[j].at[i], k[j].at[i], of_both);
-            }
+            const i32 key = first_key + j * 4 * lanes;
+            q[j] = four_of(load16(q_of + t * room + key)), k[j] = four_of(load16(k_of + t * room + key));
+            decay[j] = four_of(load16(decay_of + t * size + key));
         }
-        const float unit_q = fast_rsqrt(group_sum<lanes>(of_q) + l2_eps) * q_scale;
-        const float unit_k = fast_rsqrt(group_sum<lanes>(of_k) + l2_eps);
-        of_both = group_sum<lanes>(of_both) * unit_q * unit_k;
-        const float taken = fast_sigmoid(beta[t]);
 #pragma unroll
         for (i32 p = 0; p < passes; ++p) {
             const i32 value = first_value + p * wave_rows;
             const bool here = value < values;
-            float predicted = 0.0f, read = 0.0f;
+            float along_k[quads], along_q[quads];
 #pragma unroll
             for (i32 j = 0; j < quads; ++j) {
+                along_k[j] = 0.0f, along_q[j] = 0.0f;
 #pragma unroll
                 for (i32 i = 0; i < 4; ++i) {
                     held[p][j].at[i] *= decay[j].at[i];
-                    predicted = k3::fma(held[p][j].at[i], k[j].at[i], predicted);
-                    read = k3::fma(held[p][j].at[i], q[j].at[i], read);
+                    along_k[j] = k3::fma(held[p][j].at[i], k[j].at[i], along_k[j]);
+                    along_q[j] = k3::fma(held[p][j].at[i], q[j].at[i], along_q[j]);
                 }
             }
-            predicted = group_sum<lanes>(predicted) * unit_k, read = group_sum<lanes>(read) * unit_q;
-            const float update = here ? taken * (v_of[t * values + (here ? value : 0)] - predicted) : 0.0f;
+            const float predicted = group_sum<lanes>(sum_of_quads(along_k)) * unit_k;
+            float read = group_sum<lanes>(sum_of_quads(along_q)) * unit_q;
+            const float update = here ? beta * (v_of[t * room + (here ? value : 0)] - predicted) : 0.0f;
             const float along = update * unit_k;
 #pragma unroll
             for (i32 j = 0; j < quads; ++j) {
 #pragma unroll
                 for (i32 i = 0; i < 4; ++i) held[p][j].at[i] = k3::fma(along, k[j].at[i], held[p][j].at[i]);
             }
-            if (here && !(has_null && place <= 0)) {
-                float* const to = cells + place * state_slot + value * size + first_key;
+            if (here && !(has_null && places[t] <= 0)) {
+                float* const to = cells + places[t] * state_slot + value * size + first_key;
 #pragma unroll
                 for (i32 j = 0; j < quads; ++j) keep(to + j * 4 * lanes, held[p][j]);
             }
             read = inner<KDA_INNER_BF16>(k3::fma(update, of_both, read));
-            if (here && lane() % lanes == 0) read_of[t * values + value] = read, square[t] = k3::fma(read, read, square[t]);
+            if (here) square[t] = k3::fma(read, read, square[t]);
+            if (here && lane() % lanes == 0) read_of[t * values + value] = read;
         }
     }
 
 #pragma unroll
-    for (i32 t = 0; t < tokens; ++t) square[t] = wave_sum(square[t]);
+    for (i32 t = 0; t < tokens; ++t) square[t] = sum_over_groups<lanes>(square[t]);
     cluster_wait<split>();  // all workgroups of the head have started: their shared memory may be written
 #pragma unroll
     for (i32 t = 0; t < tokens; ++t) {
@@ -299,9 +389,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         float sum = 0.0f;
 #pragma unroll
         for (i32 w = 0; w < split * waves; ++w) sum += squares[t * split * waves + w];
-        const float given = to_float(z[r]);
-        const float normed = read_of[n] * fast_rsqrt(sum * (1.0f / size) + norm_eps) * norm[r];
-        const float y = normed * (KDA_SILU ? given * fast_sigmoid(given) : fast_sigmoid(given));
+        const float y = read_of[n] * fast_rsqrt(sum * (1.0f / size) + norm_eps) * scale[r];
         result[t * result_token + n % values] = to_bf16(t < count ? y : 0.0f);
     }
 

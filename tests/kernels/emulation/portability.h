@@ -80,6 +80,14 @@ K3_DEVICE float fast_reciprocal(float x) { return 1.0f / x; }
 K3_DEVICE float fast_rsqrt(float x) { return 1.0f / std::sqrt(x); }
 K3_DEVICE float fast_sigmoid(float x) { return fast_reciprocal(1.0f + fast_exp(-x)); }
 
+template <typename T>
+K3_DEVICE T peek(const T* address) { return *address; }
+K3_DEVICE void bring_nearer(const void*) {}
+template <typename T>
+K3_DEVICE void work_out(T*&) {}
+template <i32 Threads>
+K3_DEVICE i32 thread_of() { return thread_x(); }
+K3_DEVICE void bring_nearer(const void*, u32) {}
 template <i32 Mask>
 K3_DEVICE u32 shuffle_xor(u32 value) {
     static_assert(Mask > 0 && Mask < wave_size, "shuffle_xor: the mask must be within the wave");
