@@ -2,7 +2,7 @@
 
 AMD       one workgroup a head of a row, whose state is in its registers
 NVIDIA    sm_90 and later. Few heads: a cluster of workgroups shares a head, each with a part of its values; more: one
-          workgroup a head, whose state waits in shared memory
+          workgroup a head, whose state waits in shared memory, or, where there are very many, in registers
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from k3rewrite.targets import Target
 PATH = Path(__file__).parent / "hip" / "kda_decode.hip"
 SYMBOL = "kda_decode"
 TAPS = 4
-ONCE_BYTES = 100 * 2**20
-"""of all states of a call"""
+BULK_BYTES = 64 * 2**20
+"""of all states of a call, up to which they wait in shared memory"""
 _SLOTS = {torch.int32: 32, torch.int64: 64}
 _ROWS_WITHOUT_A_NUMBER = 64
 """rows of a symbolic batch for which the layout to compile is chosen"""
@@ -54,17 +54,19 @@ class Layout:
 def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
     """`heads`: of all rows. Measured on an H200 with heads of 128; elsewhere a workgroup takes a head.
 
-    Few heads are shared by clusters, as long as no compute unit gets two workgroups. More have their states under way
-    in shared memory, three to a compute unit. That a state is not needed again soon is worth a tenth until states are
-    several times the L2, and costs half as much far beyond that.
+    Few heads are shared by clusters, as long as no compute unit gets two workgroups. Up to two heads to a compute
+    unit, what the launch will read is brought nearer before the kernel before it ends; with more, those who wait
+    would be in the way. From the second head to a compute unit on, states are under way in shared memory, three to
+    a compute unit, until they are more than an L2 holds: then registers are as fast, and need no second copy.
     """
     if arch not in CLUSTER_ARCHS:
         return Layout(1, 8 if heads >= compute_units else 16)
-    if heads * 4 <= compute_units:
-        return Layout(4, 4, dependent=True)
-    if heads * 2 <= compute_units:
-        return Layout(2, 8, dependent=True)
-    return Layout(1, 8, dependent=True, keys=8, bulk=True, once=heads * size * size * 4 <= ONCE_BYTES)
+    if heads <= compute_units:
+        split = 4 if heads * 4 <= compute_units else 2 if heads * 2 <= compute_units else 1
+        return Layout(split, 4, dependent=True, ahead=True)
+    if heads * size * size * 4 > BULK_BYTES:
+        return Layout(1, 4, dependent=True)
+    return Layout(1, 8, dependent=True, keys=8, bulk=True, once=True, ahead=heads <= compute_units * 2)
 
 
 def objection(arguments: Mapping[str, Any], target: Target) -> str | None:

@@ -43,8 +43,7 @@ class Layout:
 
 def layout_for(head_sequences: int, arch: str, compute_units: int) -> Layout:
     """As many workgroups a head as leave no compute unit with two. What it gives for 12 heads of 1 to 32 sequences was
-    measured on an H200 (bench/results/kda_verify-h200.json, where weights were still loaded before the wait for the
-    kernel before); AMD's and sm_100's layouts were not."""
+    measured on an H200 (bench/results/kda_verify-sweep-h200.json); AMD's and sm_100's layouts were not."""
     if arch not in CLUSTER_ARCHS:
         return Layout(1, 8 if head_sequences >= compute_units else 16)
     for split, waves in ((8, 4), (4, 4), (2, 8)):

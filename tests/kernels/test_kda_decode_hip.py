@@ -29,12 +29,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("layout", "wave_size"),
     [
-        (Layout(1, 4), 32),
+        (Layout(1, 4, dependent=True, ahead=True), 32),
         (Layout(1, 8, keys=8), 32),
         (Layout(1, 4), 64),
         (Layout(1, 8), 64),
         (Layout(1, 4, bulk=True), 32),
-        (Layout(1, 8, keys=8, bulk=True, once=True), 32),
+        (Layout(1, 8, dependent=True, keys=8, bulk=True, once=True, ahead=True), 32),
     ],
 )
 @pytest.mark.parametrize(
@@ -59,8 +59,13 @@ def test_near_fp64(settings: dict[str, Any], layout: Layout, wave_size: int, com
     assert all(torch.equal(kept[name].nan_to_num(7.0), call[name].nan_to_num(7.0)) for name in kept)
 
 
-@pytest.mark.parametrize("target", ["mi355x", "mi325x", "h200", "b200"])
-@pytest.mark.parametrize(("heads", "rows"), [(12, 1), (96, 8)])
+@pytest.mark.parametrize(
+    ("target", "heads", "rows"),
+    [
+        *((target, *size) for target in ("mi355x", "mi325x", "h200", "b200") for size in ((12, 1), (96, 8))),
+        ("h200", 96, 1),  # 128 registers of a head in each thread
+    ],
+)
 def test_compiled_for_every_target(target: str, heads: int, rows: int, tmp_path: Path) -> None:
     """No spills; states by 16 bytes a lane; sums over keys by moves between lanes; little shared memory."""
     pytest.importorskip("ziglang")
@@ -71,7 +76,8 @@ def test_compiled_for_every_target(target: str, heads: int, rows: int, tmp_path:
     if made.object is None:
         pytest.skip(made.skipped)
     assert made.resources is not None and made.assembly is not None
-    assert made.resources.spills == 0 and made.resources.registers <= 168
+    assert made.resources.spills == 0
+    assert made.resources.registers <= (224 if (target, heads, rows) == ("h200", 96, 1) else 168)
     assert made.resources.lds_bytes <= 4096 + unit.dynamic_lds
     text = made.assembly.read_text()
     if goal.vendor == "amd":
@@ -93,10 +99,10 @@ def test_compiled_for_every_target(target: str, heads: int, rows: int, tmp_path:
 
 
 def test_layouts() -> None:
-    every = [layout_for(128, heads, "sm_90", 132) for heads in (12, 33, 34, 66, 67, 768, 6144)]
-    assert [layout.split for layout in every] == [4, 4, 2, 2, 1, 1, 1]
-    assert [layout.bulk for layout in every] == [False] * 4 + [True] * 3 and [x.once for x in every[4:]] == [1, 1, 0]
-    assert all(layout.dependent for layout in every)
+    every = [layout_for(128, heads, "sm_90", 132) for heads in (12, 33, 34, 66, 67, 132, 133, 264, 265, 1024, 1025)]
+    assert [layout.split for layout in every] == [4, 4, 2, 2] + [1] * 7
+    assert [layout.bulk for layout in every] == [layout.once for layout in every] == [False] * 6 + [True] * 4 + [False]
+    assert [layout.ahead for layout in every] == [True] * 8 + [False] * 3 and all(layout.dependent for layout in every)
     assert layout_for(128, 12, "gfx950", 256) == Layout(1, 16) and layout_for(128, 768, "gfx950", 256) == Layout(1, 8)
 
 
