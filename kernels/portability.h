@@ -236,10 +236,14 @@ K3_DEVICE void bring_nearer(const void* address, u32 bytes) {
 #endif
 }
 
-// An address in global memory is worked out where this stands, before a wait say, and not where it is used.
+// An address in global memory is worked out where this stands, before a wait say, and not where it is used. NVIDIA's
+// assembler holds to that for what an instruction needs, so it gets one, which is not carried out: `never` is false, and the
+// compiler must not know it.
 template <typename T>
-K3_DEVICE void work_out(T*& address) {
+K3_DEVICE void work_out(T*& address, bool never) {
 #if K3_NVIDIA
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p prefetch.global.L2 [%0]; }"
+        ::"l"(__cvta_generic_to_global(address)), "r"(static_cast<u32>(never)));
     asm volatile("" : "+l"(address));
     __builtin_assume(__isGlobal(address));  // the compiler has just been made to forget it
 #endif
@@ -406,6 +410,17 @@ K3_DEVICE float shuffle(float value, i32 source) {
     return bit_cast<float>(__builtin_amdgcn_ds_bpermute(source * 4, bit_cast<i32>(value)));
 #else
     return __shfl_sync(0xffffffffu, value, source);
+#endif
+}
+
+// The value of one lane, in all.
+template <i32 Lane>
+K3_DEVICE i32 broadcast(i32 value) {
+    static_assert(Lane >= 0 && Lane < wave_size, "broadcast: a lane of the wave");
+#if K3_AMD
+    return __builtin_amdgcn_readlane(value, Lane);
+#else
+    return __shfl_sync(0xffffffffu, value, Lane);
 #endif
 }
 

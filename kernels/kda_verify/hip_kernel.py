@@ -49,7 +49,7 @@ def layout_for(head_sequences: int, arch: str, compute_units: int) -> Layout:
     for split, waves in ((8, 4), (4, 4), (2, 8)):
         if head_sequences * split <= compute_units:
             return Layout(split, waves, dependent=True, ahead=True)
-    return Layout(1, 8, dependent=True, ahead=True)
+    return Layout(1, 8, dependent=True, ahead=head_sequences <= compute_units)
 
 
 def objection(arguments: Mapping[str, Any], target: Target) -> str | None:

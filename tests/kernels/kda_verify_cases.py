@@ -135,6 +135,7 @@ def _relative(result: Tensor, expected: Tensor) -> float:
 
 
 def waits_before_it_loads(assembly: str) -> bool:
-    """True of PTX in which nothing is loaded, and no later kernel let in, before the kernel before has ended."""
+    """True of PTX in which nothing is loaded, and no later kernel let in, before the kernel before has ended. Looks at
+    slots (`ld.relaxed`), and what is brought into the L2, may come earlier: they decide no number."""
     places = [assembly.find(text) for text in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global")]
     return -1 not in places and places[0] == min(places)

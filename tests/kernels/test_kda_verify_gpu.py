@@ -107,3 +107,28 @@ def test_many_windows_of_a_captured_graph(run: Any) -> None:
         found = errors((out, held["conv_state"], held["state"]), now)
         assert found["out"] <= NARROW and found["state"] <= 1e-4
         assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_slots_that_the_kernel_before_writes(rows: int) -> None:
+    """What a launch sees of them before that kernel has ended may be old: it is not what it goes by."""
+    call = make_call(accepted(rows, 4), 4, 12, 128, by_tap=False, device="cuda")
+    steps = []
+    for step in range(6):
+        table = call["table"].roll(step, 0).roll(step % 4, 1)
+        offset = torch.full((rows, 1), step % 3, device="cuda")
+        start = table.gather(1, offset).squeeze(1)
+        steps.append({"table": table, "start": start, "history": offset + torch.arange(3, device="cuda")})
+    eager = {name: call[name].clone() for name in POOLS}
+    expected = [hip_kernel.kda_verify(**call | eager | step, in_place=True) for step in steps]
+    held, given = ({name: call[name].clone() for name in names} for names in (POOLS, steps[0]))
+    results = []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step in steps:
+            for name, value in step.items():
+                torch.add(value, 0, out=given[name])
+            results.append(hip_kernel.kda_verify(**call | held | given, in_place=True))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert all(torch.equal(held[n].nan_to_num(7.0), eager[n].nan_to_num(7.0)) for n in POOLS)

@@ -26,7 +26,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize(("layout", "wave_size"), [(Layout(1, 4), 32), (Layout(1, 4), 64), (Layout(1, 16), 64)])
+@pytest.mark.parametrize(("layout", "wave_size"), [(Layout(1, 4, True, True), 32), (Layout(1, 4), 32), (Layout(1, 4), 64), (Layout(1, 16), 64)])
 @pytest.mark.parametrize(
     "settings",
     [

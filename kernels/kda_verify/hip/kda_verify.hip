@@ -1,9 +1,9 @@
 // A verify window of a KDA layer, from its projections to the input of its output projection, in one launch.
 //
 //   ahead     while the kernel before still runs, what is known already is brought into the L2
-//   inputs    slots, and what needs none, weights included: the kernel before may have made them (taps are put together
-//             in every step where nothing has done so beforehand); then the state that the window starts from; then the
-//             past of the lines
+//   inputs    slots; the state and the past of the lines from where a look at the slots before the wait said, and again
+//             where it was wrong; what needs no slot, weights included: the kernel before may have made them (taps are put
+//             together in every step where nothing has done so beforehand)
 //   q, k, v   of every token, convolved; decay of each key; beta                    a channel a thread, to shared memory
 //   S         for each token: decayed, updated, stored; read out in the same pass   8 lanes a value's row, in registers
 //   y         of every token, normalised over the head, gated
@@ -17,7 +17,7 @@
 // the first of them moves on. What is read out of the updated state is taken from the decayed one, q.S' + u (q.k), so
 // that both sums over the keys are one exchange.
 //
-// A row of nobody loads no state, stores none, and gives zeros, whatever it holds; so does what is past a window's end.
+// A row of nobody uses no state, stores none, and gives zeros, whatever it holds; so does what is past a window's end.
 //
 //   KDA_HEADS, KDA_SIZE    heads of a sequence; keys, and values, of a head: 64 or 128
 //   KDA_TOKENS             of a window
@@ -29,7 +29,8 @@
 //   KDA_SILU               1: the gate goes through SiLU; 0: through a sigmoid
 //   KDA_INNER_BF16         1: results of the convolution and of the recurrence are rounded to bf16
 //   KDA_DEPENDENT          1: launched while the kernel before it may still run (sm_90 and later); 0 on AMD
-//   KDA_AHEAD              1: state, lines and weights are brought into the L2 while the kernel before still runs
+//   KDA_AHEAD              1: slots are looked at, and state, lines and weights brought into the L2, while the kernel
+//                          before still runs
 //
 // Inputs, lines and the result are bf16, weights and states fp32. Strides are in elements; states and taps are 16-byte
 // aligned, a head's state lies in one piece.
@@ -68,6 +69,23 @@ typedef i64 id_type;
 #else
 typedef i32 id_type;
 #endif
+
+// A slot, a column or a length in 32 bits: what is below zero, or beyond, stays so.
+K3_DEVICE i32 narrow(id_type id) {
+    if constexpr (sizeof(id_type) == sizeof(i32)) return id;
+    constexpr id_type most = 0x7fffffff;
+    return static_cast<i32>(id < 0 ? -1 : id > most ? most : id);
+}
+
+template <i32 From>
+K3_DEVICE void take_columns(i32 (&columns)[3], i32 number) {
+    columns[0] = broadcast<From>(number), columns[1] = broadcast<From + 1>(number), columns[2] = broadcast<From + 2>(number);
+}
+template <i32 Tokens, i32 Token = 0>
+K3_DEVICE void take_places(i32 (&places)[Tokens], i32 number) {
+    places[Token] = broadcast<Token>(number);
+    if constexpr (Token + 1 < Tokens) take_places<Tokens, Token + 1>(places, number);
+}
 
 // One store of 16 bytes: NVRTC takes apart the first of a row.
 K3_DEVICE void keep(float* to, const four& from) {
@@ -108,6 +126,9 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         const i32 third = static_cast<u32>(n) / size;
         return (third * KDA_HEADS + head) * size + static_cast<i32>(static_cast<u32>(n) % size) + (third / 2) * part * values;
     };
+    const auto lines_of = [&](i32 slot, i32 column) {
+        return conv_state + static_cast<i64>(slot) * conv_slot + static_cast<i64>(column) * conv_column;
+    };
     if (ahead) {
 #pragma unroll
         for (i32 r = 0; r < rounds; ++r) {
@@ -118,18 +139,35 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         if (me < values && me % 32 == 0) bring_nearer(norm_weight + part * values + me);
         if (me == 0) bring_nearer(a_log + head);
     }
+    // Lane t has the slot of token t, those behind it that of the start, the columns of the past, the length.
+    constexpr i32 start_lane = tokens, column_lane = tokens + 1, length_lane = tokens + 1 + history;
+    const id_type* number_at = start + row;
+    if (lane() < tokens) number_at = table + row * table_row + lane();
+    if (lane() >= column_lane && lane() < length_lane) number_at = past_columns + row * past_row + (lane() - column_lane);
+    if (ragged && lane() == length_lane) number_at = lengths + row;
+    // What these say now. They may be old, or not yet written.
+    i32 begin_seen = -1, own_seen = -1, columns_seen[history] = {};
+    bool state_seen = false, lines_seen = false;
+    if (ahead) {
+        const i32 seen = narrow(peek(number_at));
+        begin_seen = broadcast<start_lane>(seen), own_seen = broadcast<0>(seen);
+        state_seen = begin_seen >= has_null && begin_seen < pool;
+        lines_seen = own_seen >= has_null && own_seen < pool;
+        take_columns<column_lane>(columns_seen, seen);
+#pragma unroll
+        for (i32 j = 0; j < history; ++j) lines_seen &= columns_seen[j] >= 0 && columns_seen[j] < line_columns;
+    }
     if (ahead && wave() == waves - 1) {
-        const i64 line_of = peek(table + row * table_row), begins = peek(start + row);
-        if (lane() == 0 && begins >= has_null && begins < pool) {
-            bring_nearer(state + begins * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size,
+        if (lane() == 0 && state_seen) {
+            bring_nearer(state + static_cast<i64>(begin_seen) * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size,
                          values * size * sizeof(float));
         }
         constexpr i32 pieces = 3 * size / 64;  // of 128 bytes, in a column
-        for (i32 n = lane(); n < history * pieces; n += wave_size) {
-            const i64 column = peek(past_columns + row * past_row + n / pieces);
-            const i32 at = n % pieces * 64;
-            if (line_of < has_null || line_of >= pool || column < 0 || column >= line_columns) continue;
-            bring_nearer(conv_state + line_of * conv_slot + column * conv_column + (at / size * KDA_HEADS + head) * size + at % size);
+        const i32 at = lane() % pieces * 64;
+#pragma unroll
+        for (i32 j = 0; j < history; ++j) {
+            if (lane() >= pieces || !lines_seen) continue;
+            bring_nearer(lines_of(own_seen, columns_seen[j]) + (at / size * KDA_HEADS + head) * size + at % size);
         }
     }
     const auto token_of = [&](i32 turn) {  // of this lane's group
@@ -137,47 +175,70 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         return own_turn < tokens ? own_turn : tokens - 1;
     };
     const bf16 *token_at[rounds], *f_at[keys], *gate_at[results], *b_at[turns];
-    const id_type *table_at = table + row * table_row, *columns_at = past_columns + row * past_row, *start_at = start + row;
-    bf16* lines_at[rounds];
+    bf16* seen_lines_at[rounds][history];
     const float *bias_at = dt_bias + head * size, *norm_at = norm_weight + part * values, *taps_at[rounds], *rate_at = a_log + head;
-    work_out(bias_at), work_out(norm_at), work_out(rate_at), work_out(table_at), work_out(columns_at), work_out(start_at);
+    const bool never = pool < 0;
+    work_out(bias_at, never), work_out(norm_at, never), work_out(rate_at, never), work_out(number_at, never);
 #pragma unroll
     for (i32 r = 0; r < rounds; ++r) {
         const i32 channel = channel_of(me + r * threads);
-        token_at[r] = qkv + row * qkv_row + channel, lines_at[r] = conv_state + channel;
+        token_at[r] = qkv + row * qkv_row + channel;
         taps_at[r] = conv_weight + static_cast<i64>(channel) * (history + 1);
-        work_out(token_at[r]), work_out(lines_at[r]), work_out(taps_at[r]);
+        work_out(token_at[r], never), work_out(taps_at[r], never);
+#pragma unroll
+        for (i32 j = 0; j < history; ++j) {
+            seen_lines_at[r][j] = lines_of(own_seen, columns_seen[j]) + channel;
+            if (ahead) work_out(seen_lines_at[r][j], never);
+        }
     }
 #pragma unroll
     for (i32 r = 0; r < turns; ++r) {
         b_at[r] = b + row * b_row + static_cast<i64>(token_of(r)) * b_token + head;
-        work_out(b_at[r]);
+        work_out(b_at[r], never);
     }
 #pragma unroll
     for (i32 r = 0; r < keys; ++r) {
         const i32 n = me + r * threads;
         f_at[r] = f + row * f_row + static_cast<i64>(n / size) * f_token + head * size + n % size;
-        work_out(f_at[r]);
+        work_out(f_at[r], never);
     }
 #pragma unroll
     for (i32 r = 0; r < results; ++r) {
         const i32 n = me + r * threads;
         gate_at[r] = gate + row * gate_row + static_cast<i64>(n / values) * gate_token + static_cast<i64>(head) * gate_head +
                      part * values + n % values;
-        work_out(gate_at[r]);
+        work_out(gate_at[r], never);
     }
+    // Rows of the state. Those of a wave lie one after the other.
+    const i32 first_value = wave() * passes * wave_rows + lane() / lanes;
+    const i32 first_key = lane() % lanes * 4;
+    float* const cells = state + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
+    float* seen_at = cells + static_cast<i64>(begin_seen) * state_slot + first_value * size + first_key;
+    if (ahead) work_out(seen_at, never);
     wait_for_earlier_kernel<dependent>();
     release_later_kernel<dependent>();
 
-    const i64 begin = *start_at;
-    i64 places[tokens];
+    const id_type told = *number_at;
+    u32x4 loaded[passes][quads];
+    if (state_seen) {
 #pragma unroll
-    for (i32 t = 0; t < tokens; ++t) places[t] = table_at[t];
-    const i64 own = places[0];
-    i64 columns[history];
+        for (i32 p = 0; p < passes; ++p) {
+            if (first_value + p * wave_rows >= values) continue;
 #pragma unroll
-    for (i32 j = 0; j < history; ++j) columns[j] = columns_at[j];
-    const i32 length = ragged ? static_cast<i32>(lengths[row]) : tokens;
+            for (i32 j = 0; j < quads; ++j) loaded[p][j] = load16_early(seen_at + p * wave_rows * size + j * 4 * lanes);
+        }
+    }
+    // A channel a thread: its line, then its convolution over the window.
+    bf16 past[rounds][history];
+    if (lines_seen) {
+#pragma unroll
+        for (i32 r = 0; r < rounds; ++r) {
+            const i32 n = me + r * threads;
+            if (n >= channels) continue;
+#pragma unroll
+            for (i32 j = 0; j < history; ++j) past[r][j] = *seen_lines_at[r][j];
+        }
+    }
 
     bf16 token[rounds][tokens];
     bf16 moved[keys], z[results];
@@ -216,45 +277,44 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 #pragma unroll
     for (i32 r = 0; r < results; ++r) norm[r] = norm_at[(me + r * threads) % values];
 
-    bf16* const result = out + (row * tokens * KDA_HEADS + head) * size + part * values;
-    const i64 result_token = static_cast<i64>(KDA_HEADS) * size;
+    const i32 number = narrow(told), begin = broadcast<start_lane>(number);
+    i32 places[tokens], columns[history];
+    take_places(places, number);
+    take_columns<column_lane>(columns, number);
+    const i32 own = places[0], length = ragged ? broadcast<length_lane>(number) : tokens;
     const i32 count = length < tokens ? length : tokens;
-    if ((has_null && own <= 0) || count <= 0) {
+    const bool nobody = (has_null && own <= 0) || count <= 0;
+    const bool starts = !(has_null && begin <= 0);
+    if (!nobody && !(state_seen && begin == begin_seen && starts)) {
 #pragma unroll
-        for (i32 r = 0; r < results; ++r) {
-            const i32 n = me + r * threads;
-            if (n < tokens * values) result[n / values * result_token + n % values] = to_bf16(0.0f);
+        for (i32 p = 0; p < passes; ++p) {
+            const i32 value = first_value + p * wave_rows;
+#pragma unroll
+            for (i32 j = 0; j < quads; ++j) {
+                loaded[p][j] = {0, 0, 0, 0};
+                if (starts && value < values) loaded[p][j] = load16(cells + static_cast<i64>(begin) * state_slot + value * size + first_key + j * 4 * lanes);
+            }
         }
-        cluster_wait<split>();
-        return;
     }
-
-    // Rows of the state. Those of a wave lie one after the other.
-    const i32 first_value = wave() * passes * wave_rows + lane() / lanes;
-    const i32 first_key = lane() % lanes * 4;
-    float* const cells = state + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
+    bool lines_right = lines_seen && own == own_seen;
+#pragma unroll
+    for (i32 j = 0; j < history; ++j) lines_right &= columns[j] == columns_seen[j];
+    if (!nobody && !lines_right) {
+#pragma unroll
+        for (i32 r = 0; r < rounds; ++r) {
+            const i32 n = me + r * threads;
+            if (n >= channels) continue;
+#pragma unroll
+            for (i32 j = 0; j < history; ++j) past[r][j] = lines_of(own, columns[j])[channel_of(n)];
+        }
+    }
     four held[passes][quads];
 #pragma unroll
     for (i32 p = 0; p < passes; ++p) {
-        const i32 value = first_value + p * wave_rows;
-        const bool here = value < values && !(has_null && begin <= 0);
 #pragma unroll
-        for (i32 j = 0; j < quads; ++j) {
-            u32x4 loaded = {0, 0, 0, 0};
-            if (here) loaded = load16(cells + begin * state_slot + value * size + first_key + j * 4 * lanes);
-            held[p][j] = four_of(loaded);
-        }
+        for (i32 j = 0; j < quads; ++j) held[p][j] = four_of(loaded[p][j]);
     }
 
-    // A channel a thread: its line, then its convolution over the window.
-    bf16 past[rounds][history];
-#pragma unroll
-    for (i32 r = 0; r < rounds; ++r) {
-        const i32 n = me + r * threads;
-        if (n >= channels) continue;
-#pragma unroll
-        for (i32 j = 0; j < history; ++j) past[r][j] = lines_at[r][own * conv_slot + columns[j] * conv_column];
-    }
     const float rate = fast_exp(speed);
 #pragma unroll
     for (i32 r = 0; r < keys; ++r) {
@@ -276,7 +336,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         }
     }
     const auto move_on = [&](i32 r) {
-        bf16* const line = lines_at[r] + own * conv_slot;
+        bf16* const line = lines_of(own, 0) + channel_of(me + r * threads);
         line[0] = past[r][1];
         line[conv_column] = past[r][2];
 #pragma unroll
@@ -287,7 +347,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 #pragma unroll
     for (i32 r = 0; r < rounds; ++r) {
         const i32 n = me + r * threads;
-        if (n < channels && (split == 1 || n >= 2 * size)) move_on(r);
+        if (!nobody && n < channels && (split == 1 || n >= 2 * size)) move_on(r);
     }
     float scale[results];  // of what is normalised
 #pragma unroll
@@ -299,6 +359,18 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 #pragma unroll
     for (i32 r = 0; r < turns; ++r) taken[r] = fast_sigmoid(to_float(raw_beta[r]));
     barrier();
+    // Not before here: whether a row is somebody's is known last, and nothing that is loaded waits for it.
+    bf16* const result = out + (row * tokens * KDA_HEADS + head) * size + part * values;
+    const i64 result_token = static_cast<i64>(KDA_HEADS) * size;
+    if (nobody) {
+#pragma unroll
+        for (i32 r = 0; r < results; ++r) {
+            const i32 n = me + r * threads;
+            if (n < tokens * values) result[n / values * result_token + n % values] = to_bf16(0.0f);
+        }
+        cluster_wait<split>();
+        return;
+    }
 
     // Lengths of q and k, and q.k, of every token: each group of lanes has one of the first, one of the next, ...
     float units_q[turns], units_k[turns], products[turns];
@@ -363,7 +435,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
                 for (i32 i = 0; i < 4; ++i) held[p][j].at[i] = k3::fma(along, k[j].at[i], held[p][j].at[i]);
             }
             if (here && !(has_null && places[t] <= 0)) {
-                float* const to = cells + places[t] * state_slot + value * size + first_key;
+                float* const to = cells + static_cast<i64>(places[t]) * state_slot + value * size + first_key;
 #pragma unroll
                 for (i32 j = 0; j < quads; ++j) keep(to + j * 4 * lanes, held[p][j]);
             }

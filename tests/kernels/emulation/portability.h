@@ -80,11 +80,12 @@ K3_DEVICE float fast_reciprocal(float x) { return 1.0f / x; }
 K3_DEVICE float fast_rsqrt(float x) { return 1.0f / std::sqrt(x); }
 K3_DEVICE float fast_sigmoid(float x) { return fast_reciprocal(1.0f + fast_exp(-x)); }
 
+// Every other number is not what it will be: a slot of someone else's.
 template <typename T>
-K3_DEVICE T peek(const T* address) { return *address; }
+K3_DEVICE T peek(const T* address) { return *address ^ static_cast<T>(reinterpret_cast<u64>(address) / sizeof(T) % 2); }
 K3_DEVICE void bring_nearer(const void*) {}
 template <typename T>
-K3_DEVICE void work_out(T*&) {}
+K3_DEVICE void work_out(T*&, bool) {}
 template <i32 Threads>
 K3_DEVICE i32 thread_of() { return thread_x(); }
 K3_DEVICE void bring_nearer(const void*, u32) {}
@@ -98,6 +99,10 @@ K3_DEVICE float shuffle_xor(float value) { return bit_cast<float>(shuffle_xor<Ma
 K3_DEVICE float shuffle(float value, i32 source) {
     const u32 bits = bit_cast<u32>(value);
     return bit_cast<float>(k3_emulator::exchange(&bits, 1)[source * k3_emulator::most_words]);
+}
+template <i32 Lane>
+K3_DEVICE i32 broadcast(i32 value) {
+    return bit_cast<i32>(bit_cast<u32>(shuffle(bit_cast<float>(value), Lane)));
 }
 
 }  // namespace k3
