@@ -21,8 +21,8 @@ from k3rewrite.targets import Target
 
 SIZES = (16, 32, 64, 128)
 """channels of a head: its state, the square of them, is held in registers"""
-FLOOR_US, HIP_FLOOR_US = 5.0, 2.3
-"""what a launch costs however little it moves; on an H200 12 heads of 128 take 5.3 us by Triton, 2.7 by HIP, which is
+FLOOR_US, HIP_FLOOR_US = 5.0, 1.6
+"""what a launch costs however little it moves; on an H200 12 heads of 128 take 5.4 us by Triton, 2.0 by HIP, which is
 faster with more heads as well"""
 _VIEWED = ("conv_state", "state")
 """may lie as a transposed view"""

@@ -31,10 +31,9 @@ from k3rewrite.targets import Target
 SIZES = (16, 32, 64, 128)
 """channels of a head"""
 TAPS, MAX_TOKENS = 4, 8
-FLOOR_US, HIP_FLOOR_US = 6.5, 4.5
+FLOOR_US, HIP_FLOOR_US = 6.5, 2.6
 """what two launches of Triton, and one of HIP, cost however little they move; on an H200 a window of 4 tokens of 12
-heads took 7.7 us and 5.4, with weights loaded before the wait for the kernel before, and HIP was faster up to 8 tokens
-of 32 sequences"""
+heads takes 8.3 us and 3.6, and HIP is faster up to 8 tokens of 32 sequences"""
 _WIDE = ("conv_weight", "a_log", "dt_bias", "norm_weight", "state")
 _INTEGERS = ("start", "table", "history", "lengths")
 _FOLDER = Path(__file__).parent

@@ -10,8 +10,8 @@ each waits for its own memory; narrow tiles fill the machine, wide ones load key
 
 are the figures published for a recurrent kernel on an MI355X (vLLM #58045). As a rule: a tile of w values is taken as
 long as its workgroups put no more than 48 w lanes on a compute unit. No target has a rule of its own. An H200 takes
-this one too, and the HIP kernel before it: of 12 heads, the tile that the rule chooses is there up to 18 % slower than
-the wide one (2 tokens of 2 sequences), or takes up to 25 % less time (8 tokens of 2), by the recurrence alone
+this one too, and the HIP kernel before it: of 12 heads, the tile that the rule chooses is there up to 25 % slower than
+the wide one (2 tokens of 4 sequences), or takes up to 25 % less time (8 tokens of 1), by the recurrence alone
 (bench/results/kda_verify-h200.json).
 """
 
