@@ -26,4 +26,12 @@ K3_DEVICE u32x4 packed_of(const four& from) {
     return {bit_cast<u32>(from.at[0]), bit_cast<u32>(from.at[1]), bit_cast<u32>(from.at[2]), bit_cast<u32>(from.at[3])};
 }
 
+// Channel n of a workgroup, counted through q, k and its own part of v, which begins at `first_value`: its place among all
+// channels of a row. Without a branch.
+template <i32 Heads, i32 Size>
+K3_DEVICE i32 channel_of_row(i32 n, i32 head, i32 first_value) {
+    const i32 third = static_cast<u32>(n) / Size;
+    return (third * Heads + head) * Size + static_cast<i32>(static_cast<u32>(n) % Size) + (third / 2) * first_value;
+}
+
 }  // namespace k3

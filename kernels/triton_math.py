@@ -20,6 +20,13 @@ def rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def within(n, tokens):
+    """A length or an offset, not below 0 and not above the number of tokens; int32. What stands elsewhere in memory is
+    out of reach so, whatever a caller's tensors hold."""
+    return tl.minimum(tl.maximum(n, 0), tokens).to(tl.int32)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)) of an fp32, and x above 20 as torch has it: a series where 1 + exp(x) would lose digits."""
     e = tl.exp(tl.minimum(x, 20.0))

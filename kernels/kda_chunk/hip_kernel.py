@@ -31,7 +31,6 @@ LDS_BYTES = 35_584
 """of a workgroup"""
 WORKGROUPS = 2
 """of a compute unit: what the registers allow"""
-_BITS = {torch.int32: 32, torch.int64: 64}
 _ROWS = ("q", "k", "v", "f")
 """read by 16 bytes"""
 
@@ -59,7 +58,7 @@ def unit(arguments: Mapping[str, Any]) -> HipUnit:
     """What to compile for a call."""
 
     def bits(name: str) -> int:
-        return 0 if arguments[name] is None else _BITS[arguments[name].dtype]
+        return 0 if arguments[name] is None else arguments[name].dtype.itemsize * 8
 
     values = {
         "HEADS": arguments["q"].shape[2],

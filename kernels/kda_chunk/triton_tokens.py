@@ -11,14 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k3rewrite.kernels.triton_math import within
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def within(n, tokens):
-    """A length or an offset, not below 0 and not above the number of tokens; int32. What stands elsewhere in memory is
-    out of reach so, whatever a caller's tensors hold."""
-    return tl.minimum(tl.maximum(n, 0), tokens).to(tl.int32)
 
 
 @triton.jit

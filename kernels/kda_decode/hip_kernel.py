@@ -28,8 +28,7 @@ PATH = Path(__file__).parent / "hip" / "kda_decode.hip"
 SYMBOL = "kda_decode"
 TAPS = 4
 BULK_BYTES = 64 * 2**20
-"""of all states of a call, up to which they wait in shared memory"""
-_SLOTS = {torch.int32: 32, torch.int64: 64}
+"""of all states of a call, up to which they wait in shared memory; about the L2 of an H200"""
 _ROWS_WITHOUT_A_NUMBER = 64
 """rows of a symbolic batch for which the layout to compile is chosen"""
 
@@ -57,7 +56,7 @@ def layout_for(size: int, heads: int, arch: str, compute_units: int) -> Layout:
     Few heads are shared by clusters, as long as no compute unit gets two workgroups. Up to two heads to a compute
     unit, what the launch will read is brought nearer before the kernel before it ends; with more, those who wait
     would be in the way. From the second head to a compute unit on, states are under way in shared memory, three to
-    a compute unit, until they are more than an L2 holds: then registers are as fast, and need no second copy.
+    a compute unit; of 1,536 heads (96 MiB) registers are 4 % faster, of 768 as fast. In between nothing was measured.
     """
     if arch not in CLUSTER_ARCHS:
         return Layout(1, 8 if heads >= compute_units else 16)
@@ -99,7 +98,7 @@ def unit(arguments: Mapping[str, Any], layout: Layout) -> HipUnit:
         "COLUMNS": arguments["columns"],
         "SPLIT": layout.split,
         "WAVES": layout.waves,
-        "SLOTS": 0 if slots is None else _SLOTS[slots.dtype],
+        "SLOTS": 0 if slots is None else slots.dtype.itemsize * 8,
         "NULL": int(arguments["null_slot"] and slots is not None),
         "SILU": int(arguments["activation"] == "silu"),
         "INNER_BF16": int(arguments["inner_dtype"] == torch.bfloat16),

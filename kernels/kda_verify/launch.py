@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rewrite.kernels.devices import device_facts
+from k3rewrite.kernels.devices import CLUSTER_ARCHS, device_facts
 from k3rewrite.kernels.dtypes import NAMES
 from k3rewrite.kernels.kda_verify.tiles import Tile, tile_for
 
@@ -30,8 +30,6 @@ TILE_STRIDES = {name: of for name, of in _STRIDES.items() if name not in _GATE}
 CLOSE_STRIDES = {name: of for name, of in _STRIDES.items() if name[:2] not in ("f_", "b_", "st", "we")}
 CLOSE_WARPS = 4
 """not measured"""
-DEPENDENT_ARCHS = ("sm_90", "sm_100")
-"""where a launch may overlap the end of the kernel before it"""
 
 
 def constants(arguments: Mapping[str, Any], tile: Tile | None, arch: str) -> dict[str, Any]:
@@ -40,11 +38,11 @@ def constants(arguments: Mapping[str, Any], tile: Tile | None, arch: str) -> dic
     tokens = arguments["table"].shape[1]
     common = {"HEADS": state.shape[1], "SIZE": state.shape[3], "TOKENS": tokens,
               "RAGGED": lengths is not None, "NULL": arguments["null_slot"],
-              "PDL": arch in DEPENDENT_ARCHS}  # fmt: skip
+              "PDL": arch in CLUSTER_ARCHS}  # fmt: skip
     inner = NAMES[arguments["inner_dtype"]]
     if tile is None:
         return common | {"SILU": arguments["activation"] == "silu", "INNER": inner}
-    return common | {"WIDTH": tile.width, "AHEAD": lengths is None and tokens <= tile.ahead, "INNER": inner}
+    return common | {"WIDTH": tile.width, "READY": lengths is None and tokens <= tile.ready, "INNER": inner}
 
 
 def recur(arguments: Mapping[str, Any], read: Tensor, tile: Tile) -> None:
@@ -74,7 +72,7 @@ def close(arguments: Mapping[str, Any], read: Tensor, out: Tensor) -> None:
 
 
 def _options(arch: str) -> dict[str, Any]:
-    dependent = {"launch_pdl": arch in DEPENDENT_ARCHS} if arch.startswith("sm_") else {}
+    dependent = {"launch_pdl": arch in CLUSTER_ARCHS} if arch.startswith("sm_") else {}
     return {"num_stages": 1, "enable_fp_fusion": True, **dependent}
 
 

@@ -28,7 +28,7 @@ class Tile:
 
     width: int
     waves: int
-    ahead: int = 0
+    ready: int = 0
     """windows of one length and at most so many tokens are made ready before the first state is stored: as many as
     registers hold"""
 
@@ -48,7 +48,7 @@ class TileRule:
         return replace(self.wide, width=min(self.wide.width, size))
 
 
-PUBLISHED = TileRule(((Tile(4, 1, ahead=4), 192), (Tile(8, 1, ahead=4), 384)), Tile(32, 4))
+PUBLISHED = TileRule(((Tile(4, 1, ready=4), 192), (Tile(8, 1, ready=4), 384)), Tile(32, 4))
 """published on gfx950, in lanes a compute unit"""
 RULES: Mapping[str, TileRule] = MappingProxyType({})
 """architecture -> its own; none has one yet"""

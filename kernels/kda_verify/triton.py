@@ -5,7 +5,7 @@
         each token      q, k, v convolved and normalised, decay and rate; decay, predict, update, read out, store
     kda_verify_close    a program takes one head of one sequence: output norm and gate of every token; the line moves on
 
-What a token needs beside the state depends on no other token's state. With AHEAD (windows of one length, narrow tiles)
+What a token needs beside the state depends on no other token's state. With READY (windows of one length, narrow tiles)
 all of it is loaded and made ready before the first state is stored, since a compiler moves no load over a store that
 may hit it: it is done while the first state is on its way. Otherwise a loop loads one token ahead.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3rewrite.kernels.triton_math import rounded
+from k3rewrite.kernels.triton_math import rounded, within
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def kda_verify_tile(
     qkv, f, b, conv_weight, a_log, dt_bias, conv_state, state, start, table, history, lengths, read,
     qkv_row, qkv_token, f_row, f_token, b_row, b_token, conv_slot, conv_column, state_slot, state_head, table_row,
     history_row, weight_channel, weight_tap, bound, q_scale, l2_eps,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, READY: tl.constexpr,
     RAGGED: tl.constexpr, NULL: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences x heads x tiles of WIDTH values. `read` [B, N, H, V] gets what the recurrence gives."""
@@ -111,11 +111,11 @@ def kda_verify_tile(
     c0, c1, c2 = tl.load(past) * conv_column, tl.load(past + 1) * conv_column, tl.load(past + 2) * conv_column
     count = TOKENS
     if RAGGED:
-        count = tl.minimum(tl.load(lengths + row).to(tl.int32), TOKENS)
+        count = within(tl.load(lengths + row), TOKENS)
     x, moved, rates = qkv + row * qkv_row, f + row * f_row, b + row * b_row + head
     xq, xk, xv, xf, xb = inputs_of(x, moved, rates, q_at, k_at, v_at, count, RAGGED)
     raw = (xq, xk, xv, xf, xb)
-    if AHEAD:
+    if READY:
         for i in tl.static_range(1, TOKENS):
             xq, xk, xv, xf, xb = inputs_of(
                 x + i * qkv_token, moved + i * f_token, rates + i * b_token, q_at, k_at, v_at, 1, RAGGED
@@ -130,7 +130,7 @@ def kda_verify_tile(
     v0, v1, v2 = columns_of(line, c0, c1, c2, v_at, v_at * 0 + own >= first)
     out = read + (row * TOKENS * HEADS + head) * SIZE + values
 
-    if not AHEAD:
+    if not READY:
         for i in range(count):
             later = i + 1
             yq, yk, yv, yf, yb = inputs_of(
@@ -184,7 +184,7 @@ def kda_verify_close(
     place = tl.load(table + row * table_row).to(tl.int64)
     count = TOKENS
     if RAGGED:
-        count = tl.minimum(tl.load(lengths + row).to(tl.int32), TOKENS)
+        count = within(tl.load(lengths + row), TOKENS)
     count = tl.where(place >= first, count, 0)
     ROOM: tl.constexpr = triton.next_power_of_2(TOKENS)
     i, inside = tl.arange(0, ROOM)[:, None], tl.arange(0, SIZE)[None, :]

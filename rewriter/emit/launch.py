@@ -67,7 +67,8 @@ class DeviceFunction:
         """Launch on torch's current stream; safe inside graph capture.
 
         `dependent` (CUDA only): the launch may overlap the end of the kernel before it (programmatic dependent launch);
-        the kernel must wait with `griddepcontrol.wait` before it touches memory that an earlier kernel writes or reads.
+        the kernel must wait with `griddepcontrol.wait` before it touches memory that an earlier kernel writes or reads;
+        before that it may prefetch it, and look at numbers (`ld.relaxed`) that it reads again behind the wait.
 
         A tensor is passed as its address, an int as 32 bits, a float as a 32-bit float, as the kernel must declare
         them. `grid`: one to three numbers of workgroups; nothing is launched if one of them is 0.

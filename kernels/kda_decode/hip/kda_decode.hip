@@ -106,16 +106,14 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     if (split > 1 && thread_x() == 0) expect(of_squares, sizeof(squares));
     cluster_arrive<split>();
     const i32 me = thread_of<threads>();
-    const auto channel_of = [&](i32 n) {  // among those of the row: of q, of k, the own ones of v; without a branch
-        const i32 third = static_cast<u32>(n) / size;
-        return (third * KDA_HEADS + head) * size + static_cast<i32>(static_cast<u32>(n) % size) + (third / 2) * part * values;
-    };
+    const auto channel_of = [&](i32 n) { return channel_of_row<KDA_HEADS, size>(n, head, part * values); };
     if (ahead && wave() == waves - 1) {
         const i64 expected = KDA_SLOTS ? static_cast<i64>(peek(slots + row)) : row;
         if (expected >= has_null && expected < pool) {
             if (lane() == 0) {
-                const float* const cells = state + expected * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
-#if KDA_ONCE
+                const float* const cells = state + expected * state_slot + static_cast<i64>(head) * state_head +
+                                           static_cast<i64>(part) * values * size;
+#if KDA_BULK && KDA_ONCE
                 bring_nearer_once(cells, values * size * sizeof(float));
 #else
                 bring_nearer(cells, values * size * sizeof(float));
@@ -157,7 +155,8 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
     // Rows of the state. Those of a wave lie one after the other.
     const i32 first_value = wave() * passes * wave_rows + lane() / lanes;
     const i32 first_key = lane() % lanes * 4;
-    float* const cells = state + slot * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
+    float* const cells =
+        state + slot * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
 #if KDA_BULK
     constexpr i32 wave_cells = passes * wave_rows * size;
     float *const held = reinterpret_cast<float*>(rows_room), *const kept = held;
@@ -165,7 +164,8 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
 #pragma unroll
         for (i32 w = 0; w < waves; ++w) {
             expect_bytes(&of_rows[w], wave_cells * sizeof(float));
-            (KDA_ONCE ? copy_bulk_once : copy_bulk)(held + w * wave_cells, cells + w * wave_cells, wave_cells * sizeof(float), &of_rows[w]);
+            (KDA_ONCE ? copy_bulk_once : copy_bulk)(
+                held + w * wave_cells, cells + w * wave_cells, wave_cells * sizeof(float), &of_rows[w]);
         }
     }
 #else
@@ -279,7 +279,10 @@ K3_CLUSTER(KDA_SPLIT) kda_decode(
 #if KDA_BULK
     show_to_bulk_copies();
     wave_barrier();
-    if (lane() == 0) (KDA_ONCE ? store_bulk_once : store_bulk)(cells + wave() * wave_cells, held + wave() * wave_cells, wave_cells * sizeof(float));
+    if (lane() == 0) {
+        (KDA_ONCE ? store_bulk_once : store_bulk)(
+            cells + wave() * wave_cells, held + wave() * wave_cells, wave_cells * sizeof(float));
+    }
 #endif
     square = wave_sum(square);
     cluster_wait<split>();  // all workgroups of the head have started: their shared memory may be written

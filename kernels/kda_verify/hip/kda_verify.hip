@@ -14,7 +14,7 @@
 //
 // One workgroup takes one head of a sequence, or on NVIDIA (sm_90 and later) a cluster of KDA_SPLIT workgroups does, each
 // with its part of the values: they share the sums of squares of the output norm, and all read q's and k's lines, which
-// the first of them moves on. What is read out of the updated state is taken from the decayed one, q.S' + u (q.k), so
+// the first of them moves on. What is read out of the updated state is betas from the decayed one, q.S' + u (q.k), so
 // that both sums over the keys are one exchange.
 //
 // A row of nobody uses no state, stores none, and gives zeros, whatever it holds; so does what is past a window's end.
@@ -52,8 +52,8 @@ constexpr i32 wave_rows = wave_size / lanes;          // of a wave in a pass
 constexpr i32 passes = (values + waves * wave_rows - 1) / (waves * wave_rows);
 constexpr i32 channels = 2 * size + values;  // q, k and the own part of v
 constexpr i32 rounds = (channels + threads - 1) / threads;
-constexpr i32 results = (tokens * values + threads - 1) / threads;
-constexpr i32 keys = (tokens * size + threads - 1) / threads;
+constexpr i32 value_rounds = (tokens * values + threads - 1) / threads;
+constexpr i32 key_rounds = (tokens * size + threads - 1) / threads;
 constexpr i32 history = 3;
 constexpr i32 turns = (tokens + wave_rows - 1) / wave_rows;  // of a wave's groups, a token each
 constexpr bool dependent = KDA_DEPENDENT, ahead = KDA_AHEAD, has_null = KDA_NULL, ragged = KDA_RAGGED;
@@ -61,8 +61,7 @@ constexpr bool dependent = KDA_DEPENDENT, ahead = KDA_AHEAD, has_null = KDA_NULL
 static_assert(size == 64 || size == 128, "KDA_SIZE");
 static_assert(split == 1 || K3_NVIDIA, "only NVIDIA has clusters of workgroups");
 static_assert(size % split == 0 && values % wave_rows == 0, "values come out even");
-static_assert(tokens >= 1 && tokens <= 8 && tokens <= wave_size, "a lane sends the sum of a token");
-static_assert(threads % size == 0 || size % threads == 0, "a thread keeps its key");
+static_assert(tokens >= 1 && tokens <= 8, "a lane sends the sum of a token");
 
 #if KDA_IDS == 64
 typedef i64 id_type;
@@ -78,22 +77,13 @@ K3_DEVICE i32 narrow(id_type id) {
 }
 
 template <i32 From>
-K3_DEVICE void take_columns(i32 (&columns)[3], i32 number) {
+K3_DEVICE void take_columns(i32 (&columns)[history], i32 number) {
     columns[0] = broadcast<From>(number), columns[1] = broadcast<From + 1>(number), columns[2] = broadcast<From + 2>(number);
 }
 template <i32 Tokens, i32 Token = 0>
 K3_DEVICE void take_places(i32 (&places)[Tokens], i32 number) {
     places[Token] = broadcast<Token>(number);
     if constexpr (Token + 1 < Tokens) take_places<Tokens, Token + 1>(places, number);
-}
-
-// One store of 16 bytes: NVRTC takes apart the first of a row.
-K3_DEVICE void keep(float* to, const four& from) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(from.at[0]), "f"(from.at[1]), "f"(from.at[2]), "f"(from.at[3]));
-#else
-    store16(to, packed_of(from));
-#endif
 }
 
 K3_DEVICE float sum_of_quads(const float (&part)[quads]) { return (part[0] + part[1]) + (part[2] + part[3]); }
@@ -107,7 +97,8 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     const bf16* gate, i32 gate_row, i32 gate_token, i32 gate_head, const float* conv_weight, const float* a_log,
     const float* dt_bias, const float* norm_weight, bf16* conv_state, i32 conv_slot, i32 conv_column, float* state,
     i32 state_slot, i32 state_head, const id_type* start, const id_type* table, i32 table_row, const id_type* past_columns,
-    i32 past_row, const id_type* lengths, i32 pool, i32 line_columns, bf16* out, float bound, float q_scale, float l2_eps, float norm_eps) {
+    i32 past_row, const id_type* lengths, i32 pool, i32 line_columns, bf16* out, float bound, float q_scale, float l2_eps,
+    float norm_eps) {
     constexpr i32 room = 2 * size + values;  // of a token: q, k, the own values
     __shared__ u32x4 convolved_room[tokens * room / 4], decay_room[tokens * size / 4];
     float *const q_of = reinterpret_cast<float*>(convolved_room), *const k_of = q_of + size, *const v_of = k_of + size;
@@ -122,13 +113,14 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     const i32 me = thread_of<threads>();
     if (split > 1 && me == 0) expect(of_squares, tokens * split * waves * sizeof(float));
     cluster_arrive<split>();
-    const auto channel_of = [&](i32 n) {  // among those of the row: of q, of k, the own ones of v; without a branch
-        const i32 third = static_cast<u32>(n) / size;
-        return (third * KDA_HEADS + head) * size + static_cast<i32>(static_cast<u32>(n) % size) + (third / 2) * part * values;
-    };
+    const auto channel_of = [&](i32 n) { return channel_of_row<KDA_HEADS, size>(n, head, part * values); };
     const auto lines_of = [&](i32 slot, i32 column) {
         return conv_state + static_cast<i64>(slot) * conv_slot + static_cast<i64>(column) * conv_column;
     };
+    // Rows of the state. Those of a wave lie one after the other.
+    const i32 first_value = wave() * passes * wave_rows + lane() / lanes;
+    const i32 first_key = lane() % lanes * 4;
+    float* const cells = state + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
     if (ahead) {
 #pragma unroll
         for (i32 r = 0; r < rounds; ++r) {
@@ -146,7 +138,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     if (lane() >= column_lane && lane() < length_lane) number_at = past_columns + row * past_row + (lane() - column_lane);
     if (ragged && lane() == length_lane) number_at = lengths + row;
     // What these say now. They may be old, or not yet written.
-    i32 begin_seen = -1, own_seen = -1, columns_seen[history] = {};
+    i32 begin_seen = 0, own_seen = 0, columns_seen[history] = {};
     bool state_seen = false, lines_seen = false;
     if (ahead) {
         const i32 seen = narrow(peek(number_at));
@@ -156,11 +148,13 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         take_columns<column_lane>(columns_seen, seen);
 #pragma unroll
         for (i32 j = 0; j < history; ++j) lines_seen &= columns_seen[j] >= 0 && columns_seen[j] < line_columns;
+        begin_seen = state_seen ? begin_seen : 0, own_seen = lines_seen ? own_seen : 0;
+#pragma unroll
+        for (i32 j = 0; j < history; ++j) columns_seen[j] = lines_seen ? columns_seen[j] : 0;
     }
     if (ahead && wave() == waves - 1) {
         if (lane() == 0 && state_seen) {
-            bring_nearer(state + static_cast<i64>(begin_seen) * state_slot + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size,
-                         values * size * sizeof(float));
+            bring_nearer(cells + static_cast<i64>(begin_seen) * state_slot, values * size * sizeof(float));
         }
         constexpr i32 pieces = 3 * size / 64;  // of 128 bytes, in a column
         const i32 at = lane() % pieces * 64;
@@ -174,9 +168,10 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         const i32 own_turn = turn * wave_rows + lane() / lanes;
         return own_turn < tokens ? own_turn : tokens - 1;
     };
-    const bf16 *token_at[rounds], *f_at[keys], *gate_at[results], *b_at[turns];
+    const bf16 *token_at[rounds], *f_at[key_rounds], *gate_at[value_rounds], *b_at[turns];
     bf16* seen_lines_at[rounds][history];
-    const float *bias_at = dt_bias + head * size, *norm_at = norm_weight + part * values, *taps_at[rounds], *rate_at = a_log + head;
+    const float *bias_at = dt_bias + head * size, *norm_at = norm_weight + part * values, *rate_at = a_log + head;
+    const float* taps_at[rounds];
     const bool never = pool < 0;
     work_out(bias_at, never), work_out(norm_at, never), work_out(rate_at, never), work_out(number_at, never);
 #pragma unroll
@@ -197,22 +192,18 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         work_out(b_at[r], never);
     }
 #pragma unroll
-    for (i32 r = 0; r < keys; ++r) {
+    for (i32 r = 0; r < key_rounds; ++r) {
         const i32 n = me + r * threads;
         f_at[r] = f + row * f_row + static_cast<i64>(n / size) * f_token + head * size + n % size;
         work_out(f_at[r], never);
     }
 #pragma unroll
-    for (i32 r = 0; r < results; ++r) {
+    for (i32 r = 0; r < value_rounds; ++r) {
         const i32 n = me + r * threads;
         gate_at[r] = gate + row * gate_row + static_cast<i64>(n / values) * gate_token + static_cast<i64>(head) * gate_head +
                      part * values + n % values;
         work_out(gate_at[r], never);
     }
-    // Rows of the state. Those of a wave lie one after the other.
-    const i32 first_value = wave() * passes * wave_rows + lane() / lanes;
-    const i32 first_key = lane() % lanes * 4;
-    float* const cells = state + static_cast<i64>(head) * state_head + static_cast<i64>(part) * values * size;
     float* seen_at = cells + static_cast<i64>(begin_seen) * state_slot + first_value * size + first_key;
     if (ahead) work_out(seen_at, never);
     wait_for_earlier_kernel<dependent>();
@@ -241,7 +232,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     }
 
     bf16 token[rounds][tokens];
-    bf16 moved[keys], z[results];
+    bf16 moved[key_rounds], z[value_rounds];
 #pragma unroll
     for (i32 t = 0; t < tokens; ++t) {
 #pragma unroll
@@ -251,12 +242,12 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         }
     }
 #pragma unroll
-    for (i32 r = 0; r < keys; ++r) {
+    for (i32 r = 0; r < key_rounds; ++r) {
         const i32 n = me + r * threads;
         if (n < tokens * size) moved[r] = *f_at[r];
     }
 #pragma unroll
-    for (i32 r = 0; r < results; ++r) {
+    for (i32 r = 0; r < value_rounds; ++r) {
         const i32 n = me + r * threads;
         if (n < tokens * values) z[r] = *gate_at[r];
     }
@@ -271,11 +262,11 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         if (n < channels) taps[r] = load16(taps_at[r]);
     }
     const float speed = *rate_at;
-    float bias[keys], norm[results];
+    float bias[key_rounds], norm[value_rounds];
 #pragma unroll
-    for (i32 r = 0; r < keys; ++r) bias[r] = bias_at[(me + r * threads) % size];
+    for (i32 r = 0; r < key_rounds; ++r) bias[r] = bias_at[(me + r * threads) % size];
 #pragma unroll
-    for (i32 r = 0; r < results; ++r) norm[r] = norm_at[(me + r * threads) % values];
+    for (i32 r = 0; r < value_rounds; ++r) norm[r] = norm_at[(me + r * threads) % values];
 
     const i32 number = narrow(told), begin = broadcast<start_lane>(number);
     i32 places[tokens], columns[history];
@@ -289,10 +280,11 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 #pragma unroll
         for (i32 p = 0; p < passes; ++p) {
             const i32 value = first_value + p * wave_rows;
+            const float* const from = cells + static_cast<i64>(begin) * state_slot + value * size + first_key;
 #pragma unroll
             for (i32 j = 0; j < quads; ++j) {
                 loaded[p][j] = {0, 0, 0, 0};
-                if (starts && value < values) loaded[p][j] = load16(cells + static_cast<i64>(begin) * state_slot + value * size + first_key + j * 4 * lanes);
+                if (starts && value < values) loaded[p][j] = load16(from + j * 4 * lanes);
             }
         }
     }
@@ -317,7 +309,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 
     const float rate = fast_exp(speed);
 #pragma unroll
-    for (i32 r = 0; r < keys; ++r) {
+    for (i32 r = 0; r < key_rounds; ++r) {
         const i32 n = me + r * threads;
         if (n < tokens * size) decay_of[n] = fast_exp(fast_sigmoid(rate * (to_float(moved[r]) + bias[r])) * bound);
     }
@@ -330,7 +322,8 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
 #pragma unroll
         for (i32 t = 0; t < tokens; ++t) {
             const float x3 = to_float(token[r][t]);
-            const float total = k3::fma(x0, weight.at[0], k3::fma(x1, weight.at[1], k3::fma(x2, weight.at[2], x3 * weight.at[3])));
+            const float nearer = k3::fma(x2, weight.at[2], x3 * weight.at[3]);
+            const float total = k3::fma(x0, weight.at[0], k3::fma(x1, weight.at[1], nearer));
             q_of[t * room + n] = inner<KDA_INNER_BF16>(total * fast_sigmoid(total));  // or k's, or v's behind them
             x0 = x1, x1 = x2, x2 = x3;
         }
@@ -349,22 +342,22 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         const i32 n = me + r * threads;
         if (!nobody && n < channels && (split == 1 || n >= 2 * size)) move_on(r);
     }
-    float scale[results];  // of what is normalised
+    float scale[value_rounds];  // of what is normalised
 #pragma unroll
-    for (i32 r = 0; r < results; ++r) {
+    for (i32 r = 0; r < value_rounds; ++r) {
         const float given = to_float(z[r]);
         scale[r] = norm[r] * (KDA_SILU ? given * fast_sigmoid(given) : fast_sigmoid(given));
     }
-    float taken[turns];
+    float betas[turns];
 #pragma unroll
-    for (i32 r = 0; r < turns; ++r) taken[r] = fast_sigmoid(to_float(raw_beta[r]));
+    for (i32 r = 0; r < turns; ++r) betas[r] = fast_sigmoid(to_float(raw_beta[r]));
     barrier();
     // Not before here: whether a row is somebody's is known last, and nothing that is loaded waits for it.
     bf16* const result = out + (row * tokens * KDA_HEADS + head) * size + part * values;
     const i64 result_token = static_cast<i64>(KDA_HEADS) * size;
     if (nobody) {
 #pragma unroll
-        for (i32 r = 0; r < results; ++r) {
+        for (i32 r = 0; r < value_rounds; ++r) {
             const i32 n = me + r * threads;
             if (n < tokens * values) result[n / values * result_token + n % values] = to_bf16(0.0f);
         }
@@ -402,7 +395,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
         if (ragged && t >= count) continue;
         const i32 from = t % wave_rows * lanes;
         const float unit_q = shuffle(units_q[t / wave_rows], from), unit_k = shuffle(units_k[t / wave_rows], from);
-        const float of_both = shuffle(products[t / wave_rows], from), beta = shuffle(taken[t / wave_rows], from);
+        const float of_both = shuffle(products[t / wave_rows], from), beta = shuffle(betas[t / wave_rows], from);
         four q[quads], k[quads], decay[quads];
 #pragma unroll
         for (i32 j = 0; j < quads; ++j) {
@@ -437,7 +430,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
             if (here && !(has_null && places[t] <= 0)) {
                 float* const to = cells + static_cast<i64>(places[t]) * state_slot + value * size + first_key;
 #pragma unroll
-                for (i32 j = 0; j < quads; ++j) keep(to + j * 4 * lanes, held[p][j]);
+                for (i32 j = 0; j < quads; ++j) store16_whole(to + j * 4 * lanes, packed_of(held[p][j]));
             }
             read = inner<KDA_INNER_BF16>(k3::fma(update, of_both, read));
             if (here) square[t] = k3::fma(read, read, square[t]);
@@ -455,7 +448,7 @@ K3_CLUSTER(KDA_SPLIT) kda_verify(
     if (split > 1) barrier();  // of what was read out; those of other workgroups are waited for below
     meet<split, (split > 1)>(of_squares);
 #pragma unroll
-    for (i32 r = 0; r < results; ++r) {
+    for (i32 r = 0; r < value_rounds; ++r) {
         const i32 n = me + r * threads, t = n / values;
         if (n >= tokens * values) continue;
         float sum = 0.0f;
