@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-# Read when Inductor is first imported; a cache of another version of this package must not answer for this one.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="k3rewrite-inductor-")
+# Read when Inductor is first imported; a cache of another version of this package must not answer for this one. The
+# workers of pytest-xdist inherit the one of their session: headers are compiled once for all of them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="k3rewrite-inductor-")
 
 
 @pytest.fixture(autouse=True)

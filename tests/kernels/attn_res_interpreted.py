@@ -13,6 +13,7 @@ import sys
 
 import torch
 from attn_res_cases import FEWEST, Case, make_case, relative_error, row_by_row
+from interpreting import patch_once
 
 from k3rewrite.kernels.attn_res_norm import launch
 from k3rewrite.kernels.attn_res_norm.schedule import Schedule
@@ -69,6 +70,7 @@ def run(case: Case, schedule: Schedule, dtype: torch.dtype) -> dict[str, object]
 
 
 def main() -> None:
+    patch_once()
     results = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for index, (rows, count, columns, pad) in enumerate(SHAPES):

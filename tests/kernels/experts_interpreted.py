@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from experts_cases import ALL_BF16, FEWEST, MODEL, Case, make_case, relative_error
+from interpreting import patch_once
 
 from k3rewrite.kernels.experts import launch
 from k3rewrite.kernels.experts.schedule import Schedule, Tiles
 
 PATHS = {
-    "routes": Schedule("routes", Tiles(4, 32, 4, 1), Tiles(16, 16, 4, 1, group=2)),
+    "routes": Schedule("routes", Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1, group=2)),
     "experts": Schedule("experts", Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
     "sorted": Schedule("sorted", Tiles(16, 32, 4, 1, tokens=16), Tiles(16, 16, 4, 1, tokens=16)),
 }
@@ -41,9 +42,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 MODES = {"fewest": FEWEST, "model": MODEL, "bf16": ALL_BF16}
+REPEATED = ("silu", "the same expert twice", "mxfp4")
+"""called twice; what is left in memory by the call before: test_faults_experts.py"""
 
 
 def main() -> None:
+    patch_once()
     results = []
     for index, (name, settings) in enumerate(CASES.items()):
         case = make_case(**{**SHAPE, **settings}, seed=index)
@@ -53,7 +57,8 @@ def main() -> None:
         for path, schedule in PATHS.items():
             for mode in modes:
                 arguments = case.arguments({**MODES[mode], "out_dtype": torch.float32})
-                first, again = (launch.experts(**arguments, schedule=fitted(schedule, case)) for _ in range(2))
+                calls = 2 if name in REPEATED else 1
+                first, *again = (launch.experts(**arguments, schedule=fitted(schedule, case)) for _ in range(calls))
                 results.append(
                     {
                         "name": name,
@@ -62,7 +67,7 @@ def main() -> None:
                         "error": relative_error(first, exact),
                         "finite": bool(first.isfinite().all()),
                         "largest": float(first.abs().max()) if first.numel() else 0.0,
-                        "repeats": torch.equal(first, again),
+                        "repeats": [torch.equal(first, each) for each in again],
                         "shape": list(first.shape),
                     }
                 )

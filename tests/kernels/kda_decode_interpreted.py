@@ -6,6 +6,7 @@ import json
 import sys
 
 import torch
+from interpreting import patch_once
 from kda_decode_cases import POOLS, errors, make_call
 
 from k3rewrite.kernels.kda_decode.launch import kda_decode
@@ -28,6 +29,7 @@ CASES = {
     "no row": make_call([], 2, 16),
 }
 
+patch_once()
 found = {}
 for name, call in CASES.items():
     before = {n: v.clone() for n, v in call.items() if isinstance(v, torch.Tensor)}

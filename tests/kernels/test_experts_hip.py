@@ -21,9 +21,15 @@ KERNEL = KERNELS[1]
 MOST_REGISTERS = 128
 
 
-@pytest.mark.parametrize("target", ["mi355x", "mi325x"])
-@pytest.mark.parametrize("dtypes", [FEWEST, MODEL])
-@pytest.mark.parametrize("layout", [hip_kernel.PUBLISHED, hip_kernel.CHOSEN])
+@pytest.mark.parametrize(
+    ("target", "dtypes", "layout"),  # every two of them together
+    [
+        ("mi355x", FEWEST, hip_kernel.PUBLISHED),
+        ("mi355x", MODEL, hip_kernel.CHOSEN),
+        ("mi325x", FEWEST, hip_kernel.CHOSEN),
+        ("mi325x", MODEL, hip_kernel.PUBLISHED),
+    ],
+)
 def test_no_shared_memory_no_barrier(
     target: str, dtypes: dict[str, torch.dtype], layout: hip_kernel.Layout, tmp_path: Path
 ) -> None:
@@ -68,28 +74,32 @@ CHOSEN = {
 """tokens of Kimi K3, what they get, and how many registers it may take"""
 
 
-@pytest.mark.parametrize(("target", "dtypes"), [("h200", FEWEST), ("h200", MODEL), ("b200", FEWEST)])
+@pytest.mark.parametrize(
+    ("target", "dtypes", "shape"),  # every two of them together
+    [("h200", FEWEST, QWEN3), ("h200", MODEL, K3_TP8), ("b200", FEWEST, K3_TP8), ("b200", MODEL, QWEN3)],
+)
 @pytest.mark.parametrize("layout", list(CHOSEN))
-def test_mxfp4_on_matrix_units(target: str, dtypes: dict[str, torch.dtype], layout: str, tmp_path: Path) -> None:
+def test_mxfp4_on_matrix_units(
+    target: str, dtypes: dict[str, torch.dtype], shape: tuple[int, int, int, int, int], layout: str, tmp_path: Path
+) -> None:
     goal, kernel = load_target(target), KERNELS[2]
-    for shape in (K3_TP8, QWEN3):
-        arguments = call(1, shape, "mxfp4", dtypes)
-        assert kernel.accepts(arguments, goal) is None
-        facts = Facts.of(arguments, nvidia=True)
-        tokens, kind, most = CHOSEN[layout]
-        made_of = choose.layout_for(arguments, facts, tokens)
-        assert isinstance(made_of, kind) or shape is not K3_TP8
-        for unit in made_of.units(facts):
-            made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", kernel.name))
-            if made.object is None:
-                pytest.skip(made.skipped)
-            assert made.resources is not None and made.assembly is not None
-            assert made.resources.spills == 0 and made.resources.registers <= most
-            assert made.resources.lds_bytes <= goal.lds_bytes_per_cu
-            own = made.assembly.read_text().partition(f".entry {unit.symbol}(")[2].partition(".entry ")[0]
-            product = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in own
-            assert own and product is ("gate_up" in unit.symbol or "down" in unit.symbol)
-            assert not re.search(r"\b(atom|red)\.", own)
+    arguments = call(1, shape, "mxfp4", dtypes)
+    assert kernel.accepts(arguments, goal) is None
+    facts = Facts.of(arguments, nvidia=True)
+    tokens, kind, most = CHOSEN[layout]
+    made_of = choose.layout_for(arguments, facts, tokens)
+    assert isinstance(made_of, kind) or shape is not K3_TP8
+    for unit in made_of.units(facts):
+        made = emit_unit(unit, goal, tmp_path, "experts", Provenance("experts", kernel.name))
+        if made.object is None:
+            pytest.skip(made.skipped)
+        assert made.resources is not None and made.assembly is not None
+        assert made.resources.spills == 0 and made.resources.registers <= most
+        assert made.resources.lds_bytes <= goal.lds_bytes_per_cu
+        own = made.assembly.read_text().partition(f".entry {unit.symbol}(")[2].partition(".entry ")[0]
+        product = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" in own
+        assert own and product is ("gate_up" in unit.symbol or "down" in unit.symbol)
+        assert not re.search(r"\b(atom|red)\.", own)
 
 
 @pytest.mark.parametrize(("kernel", "format", "width"), [(1, "dense", 4096), (1, "dense", 8192), (2, "mxfp4", 1024)])

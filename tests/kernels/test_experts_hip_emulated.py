@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +59,45 @@ def _poisoned(self: torch.Tensor, size: Any, dtype: torch.dtype | None = None) -
     return made.fill_(math.nan if made.is_floating_point() else 255)
 
 
-def check(module: Any, case: Case, layout: Any, mode: str, target: str) -> None:
+def window(last: int = 4, **settings: Any) -> Case:
+    case = make_case(2, 3, **settings, ids=[[1, 1, -1], [7, last, 99]], activation="silu")
+    case.weights = case.weights.bfloat16()
+    return case
+
+
+def meeting() -> Case:
+    """Expert 4: 13 routes and those of t % 5 == 4."""
+    return make_case(13, 3, **PACKED, ids=[[t % 5, 4, 1 if t < 5 else 3] for t in range(13)], format="mxfp4")
+
+
+def meeting_window() -> Case:
+    case = window(last=1, **PACKED, format="mxfp4")
+    case.ids = case.ids.int()
+    return case
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "dense": lambda: make_case(3, 3, **DENSE),
+    "dense window": lambda: window(**DENSE, pad=8),
+    "mxfp4": lambda: make_case(2, 3, **PACKED, format="mxfp4"),
+    "mxfp4 window": lambda: window(**PACKED, format="mxfp4"),
+    "meeting": meeting,
+    "meeting window": meeting_window,
+}
+
+
+@functools.cache
+def known(name: str) -> tuple[Case, torch.Tensor]:
+    """A case of several layouts, and its result."""
+    case = CASES[name]()
+    return case, case.exact()
+
+
+def check(module: Any, what: Case | str, layout: Any, mode: str, target: str) -> None:
+    case, exact = known(what) if isinstance(what, str) else (what, what.exact())
     named = case.arguments(MODES[mode])
     result = DECODE[module](named, Facts.of(named, nvidia=load_target(target).vendor == "nvidia"), layout)
-    assert relative_error(result, case.exact()) <= BOUND[mode]
+    assert relative_error(result, exact) <= BOUND[mode]
 
 
 WARP_DECODE = {
@@ -75,10 +112,8 @@ WARP_DECODE = {
 @pytest.mark.parametrize("layout", list(WARP_DECODE))
 def test_warp_decode(target: str, layout: str, on_cpu: Any) -> None:
     on_cpu(target)
-    check(hip_kernel, make_case(3, 3, **DENSE), WARP_DECODE[layout], "fewest", target)
-    window = make_case(2, 3, **DENSE, ids=[[1, 1, -1], [7, 4, 99]], activation="silu", pad=8)
-    window.weights = window.weights.bfloat16()
-    check(hip_kernel, window, WARP_DECODE[layout], "bf16", target)
+    check(hip_kernel, "dense", WARP_DECODE[layout], "fewest", target)
+    check(hip_kernel, "dense window", WARP_DECODE[layout], "bf16", target)
 
 
 def test_warp_decode_of_a_window_with_the_models_roundings(on_cpu: Any) -> None:
@@ -100,10 +135,8 @@ MXFP4 = {
 @pytest.mark.parametrize("layout", list(MXFP4))
 def test_mxfp4(layout: str, on_cpu: Any) -> None:
     on_cpu("h200")
-    check(choose, make_case(2, 3, **PACKED, format="mxfp4"), MXFP4[layout], "fewest", "h200")
-    window = make_case(2, 3, **PACKED, ids=[[1, 1, -1], [7, 4, 99]], activation="silu", format="mxfp4")
-    window.weights = window.weights.bfloat16()
-    check(choose, window, MXFP4[layout], "bf16", "h200")
+    check(choose, "mxfp4", MXFP4[layout], "fewest", "h200")
+    check(choose, "mxfp4 window", MXFP4[layout], "bf16", "h200")
 
 
 @pytest.mark.parametrize("layout", ["registers", "bulk"])
@@ -146,11 +179,8 @@ SHARED = {
 def test_mxfp4_of_tokens_that_meet(layout: str, on_cpu: Any) -> None:
     """More routes of an expert than work together, fewer, one, none; also as int32, and across 32 of them."""
     on_cpu("h200")
-    everyone = [[t % 5, 4, 1 if t < 5 else 3] for t in range(13)]  # expert 4: 13 routes and those of t % 5 == 4
-    check(choose, make_case(13, 3, **PACKED, ids=everyone, format="mxfp4"), SHARED[layout], "fewest", "h200")
-    window = make_case(2, 3, **PACKED, ids=[[1, 1, -1], [7, 1, 99]], activation="silu", format="mxfp4")
-    window.weights, window.ids = window.weights.bfloat16(), window.ids.int()
-    check(choose, window, SHARED[layout], "bf16", "h200")
+    check(choose, "meeting", SHARED[layout], "fewest", "h200")
+    check(choose, "meeting window", SHARED[layout], "bf16", "h200")
 
 
 def test_mxfp4_of_tokens_that_meet_in_a_window_with_the_models_roundings(on_cpu: Any) -> None:

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from experts_cases import BF16, FEWEST, FP32, Case, make_case, relative_error
+from interpreting import patch_once
 from test_experts_triton import call
 from torch import Tensor, UntypedStorage, tensor
 
@@ -209,6 +210,7 @@ def fenced(values: Tensor) -> Tensor:
 
 def main(file: str) -> None:
     """Save the results of {case: {path: one for each call}}."""
+    patch_once()
     new_empty, copy = Tensor.new_empty, UntypedStorage.copy_
     shelf: list[Tensor] = []
     taken = iter(shelf)

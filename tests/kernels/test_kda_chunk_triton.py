@@ -28,7 +28,7 @@ KERNEL = KERNELS[0]
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = results_of("kda_chunk_interpreted.py", timeout=600)
-    assert len(results) == 25
+    assert len(results) == 24
     return results
 
 
@@ -43,10 +43,13 @@ def test_nothing_else_is_touched(interpreted: dict[str, dict[str, Any]]) -> None
         if name not in ("prefixes", "far"):
             assert (found["dead"], found["untouched"]) == (0, 0) and found["inputs_kept"], name
             assert found.get("in_place_same", True), name
+    assert {name for name, found in interpreted.items() if "in_place_same" in found} == {
+        "tokens one by one", "checkpoints",
+    }  # fmt: skip
 
 
-def test_later_gates_leave_earlier_outputs_bit_equal(interpreted: dict[str, dict[str, Any]]) -> None:
-    assert interpreted["prefixes"] == {name: True for t in (20, 47, 64, 80) for name in (f"{t}", f"keys {t}")}
+def test_later_gates_and_keys_leave_earlier_outputs_bit_equal(interpreted: dict[str, dict[str, Any]]) -> None:
+    assert interpreted["prefixes"] == {f"{t}": True for t in (20, 47, 64, 80)}
 
 
 def test_offsets_into_the_pool_have_64_bits(interpreted: dict[str, dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ def test_shapes(heads: int, rows: int, inner: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("heads", "rows", "layout"),
     [(12, 1, None), (12, 4, None), (12, 7, None), (96, 1, None), (96, 8, None), (96, 64, None), (12, 128, None),
+     (12, 16, None),
      (12, 5, (2, 4)), (12, 3, (8, 4)), (12, 9, (1, 4)), (12, 9, (1, 8, True, 16, True, True))],
 )  # fmt: skip
 @pytest.mark.parametrize("inner", [torch.float32, torch.bfloat16])
@@ -44,19 +45,20 @@ def test_the_hip_source(heads: int, rows: int, layout: Any, inner: torch.dtype) 
         assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
 
 
-def test_a_graph_with_changed_slots() -> None:
+@pytest.mark.parametrize("run", [kda_decode, hip_kernel.kda_decode], ids=["triton", "hip"])
+def test_a_graph_with_changed_slots(run: Any) -> None:
     """Captured once; each replay reads the slots, and writes the states, of that step."""
     call = make_call([3, 2, 5, 1], 12, 128, device="cuda")  # numbers in every row, also in those that are null later
     held = {name: call[name].clone() for name in ("conv_state", "state")}
     eager = {name: value.clone() for name, value in held.items()}
-    kda_decode(**call | {name: value.clone() for name, value in held.items()}, in_place=True)
+    run(**call | {name: value.clone() for name, value in held.items()}, in_place=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kda_decode(**call | held, in_place=True)
+        out = run(**call | held, in_place=True)
     for slots in ([3, 0, 5, 2], [5, 1, 0, 3], [2, 4, 1, 0]):
         call["slots"].copy_(torch.tensor(slots))
         graph.replay()
-        expected = kda_decode(**call | eager, in_place=True)
+        expected = run(**call | eager, in_place=True)
         assert torch.equal(out, expected)
         assert all(torch.equal(held[n].nan_to_num(7.0), eager[n].nan_to_num(7.0)) for n in held)
 

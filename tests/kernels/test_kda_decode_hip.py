@@ -10,6 +10,7 @@ import pytest
 import torch
 from hip_emulation import COMPILER, emulating
 from kda_decode_cases import errors, make_call
+from kda_verify_cases import waits_before_it_loads
 
 from k3rewrite.emit import Provenance, emit_unit, summarise_assembly
 from k3rewrite.kernels.kda_decode import hip_kernel, launch
@@ -64,6 +65,7 @@ def test_near_fp64(settings: dict[str, Any], layout: Layout, wave_size: int, com
     [
         *((target, *size) for target in ("mi355x", "mi325x", "h200", "b200") for size in ((12, 1), (96, 8))),
         ("h200", 96, 1),  # 128 registers of a head in each thread
+        ("h200", 12, 16),  # states in shared memory, and in the L2 before that
     ],
 )
 def test_compiled_for_every_target(target: str, heads: int, rows: int, tmp_path: Path) -> None:
@@ -92,6 +94,7 @@ def test_compiled_for_every_target(target: str, heads: int, rows: int, tmp_path:
         assert "ld.global.v4" in text and "shfl.sync.bfly" in text
         assert made.resources.occupancy is not None and made.resources.occupancy.workgroups_per_cu >= (3 if bulk else 1)
         assert ("st.async" in text) is (int(unit.defines["KDA_SPLIT"]) > 1)
+        assert waits_before_it_loads(text), "weights may come from the kernel before, as inputs do"
         if "st.async" in text:
             (name,) = re.findall(r"expect_tx\S+ _, \[\S+\], (%r\d+)", text)
             bytes_of = int(re.findall(rf"mov\.[bu]32 \t?{re.escape(name)}, (\d+)", text)[-1])

@@ -56,7 +56,7 @@ def test_windows_of_several_lengths(tile: Tile | None, null_slot: bool) -> None:
 
 @pytest.mark.parametrize(("heads", "rows", "layout"), [
     (12, 1, None), (12, 3, None), (12, 32, None), (96, 1, None), (12, 2, Layout(8, 4, True)),
-    (12, 2, Layout(4, 4, True)), (12, 2, Layout(2, 16, True)), (12, 2, Layout(1, 16, True)),
+    (12, 2, None), (12, 2, Layout(4, 4, True)), (12, 2, Layout(2, 16, True)), (12, 2, Layout(1, 16, True)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_the_hip_source(heads: int, rows: int, layout: Layout | None, tokens: int) -> None:
@@ -111,7 +111,8 @@ def test_many_windows_of_a_captured_graph(run: Any) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_slots_that_the_kernel_before_writes(rows: int) -> None:
-    """What a launch sees of them before that kernel has ended may be old: it is not what it goes by."""
+    """What a launch sees of them before that kernel has ended may be old: it is not what it goes by. `torch.add` lets
+    nothing begin early, so most looks are right here; wrong ones are those of the emulation."""
     call = make_call(accepted(rows, 4), 4, 12, 128, by_tap=False, device="cuda")
     steps = []
     for step in range(6):

@@ -26,7 +26,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize(("layout", "wave_size"), [(Layout(1, 4, True, True), 32), (Layout(1, 4), 32), (Layout(1, 4), 64), (Layout(1, 16), 64)])
+@pytest.mark.parametrize(
+    ("layout", "wave_size"),
+    [(Layout(1, 4, True, True), 32), (Layout(1, 4), 32), (Layout(1, 4), 64), (Layout(1, 16), 64)],
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -52,6 +55,35 @@ def test_near_fp64(settings: dict[str, Any], layout: Layout, wave_size: int, com
     assert found["state"] <= (1e-6 if call["inner_dtype"] is torch.float32 else 3e-3)
     assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
     assert all(torch.equal(kept[name].nan_to_num(7.0), call[name].nan_to_num(7.0)) for name in kept)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("looks", ["right", "mixed", "wrong"])
+def test_what_was_seen_too_early_decides_nothing(looks: str, compiled: Path) -> None:
+    """Slots, starts and columns that are looked at before the kernel before has ended are right, or another row's."""
+    call = make_call([2, 4, 1, 3], 4, 2, 64, null=(1,), spare=1, **BY_CHANNEL)
+    with emulating(hip_kernel, compiled, 32, looks):
+        results = hip_kernel.kda_verify(**call, layout=Layout(1, 4, True, True))
+    found = errors(results, call)
+    assert found["out"] <= 3e-3 and found["state"] <= 1e-6
+    assert (found["line"], found["untouched"], found["null"]) == (0, 0, 0)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ids_beyond_32_bits(ahead: bool, compiled: Path) -> None:
+    """Null slots and starts far below zero, lengths far above the window and below zero; columns of a row of nobody."""
+    call = make_call([1, 2, 1, 1], 2, 2, 64, lengths=[1, 2, 2, 0], null=(2,), **BY_CHANNEL)
+    near = {name: call[name].clone() for name in ("table", "start", "history", "lengths")}
+    call["table"][2], call["start"][2], call["history"][2] = -(2**40), -(2**33) + 1, -(2**50)
+    call["start"][0], near["start"][0] = -(2**33), 0  # starts from nothing
+    call["lengths"][1], call["lengths"][3] = 2**33, -(2**32) + 1
+    with emulating(hip_kernel, compiled, 32):
+        layout = Layout(1, 4, ahead, ahead)
+        results = [hip_kernel.kda_verify(**call | numbers, layout=layout) for numbers in ({}, near)]
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*results, strict=True))
+    found = errors(results[0], call | near)
+    assert found["out"] <= 3e-3 and found["state"] <= 1e-6 and found["null"] == 0
 
 
 @pytest.mark.parametrize("target", ["mi355x", "mi325x", "h200", "b200"])
@@ -82,6 +114,8 @@ def test_compiled_for_every_target(target: str, rows: int, tokens: int, tmp_path
 def test_layouts() -> None:
     every = {heads: layout_for(heads, "sm_90", 132) for heads in (12, 16, 17, 33, 66, 67, 384)}
     assert [layout.split for layout in every.values()] == [8, 8, 4, 4, 2, 1, 1]
+    assert [layout.waves for layout in every.values()] == [4, 4, 4, 4, 8, 8, 8]
+    assert [layout.ahead for layout in every.values()] == [True] * 6 + [False]
     assert all(layout.dependent for layout in every.values())
     assert layout_for(12, "gfx950", 256) == Layout(1, 16) and layout_for(384, "gfx950", 256) == Layout(1, 8)
 

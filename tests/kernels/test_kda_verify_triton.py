@@ -29,7 +29,7 @@ NARROW = (1.2e-2, 1e-6)
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = results_of("kda_verify_interpreted.py")
-    assert len(results) == 15
+    assert len(results) == 16
     return results
 
 

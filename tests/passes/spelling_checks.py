@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from small_graphs import reasons, rewritten, traced
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from k3rewrite.checks.errors import acceptable, measure_both
 from k3rewrite.checks.precise import DecisionInterpreter
@@ -33,6 +33,15 @@ def graph_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphMod
     return module
 
 
+def copy_of(module: GraphModule) -> GraphModule:
+    """The same graph once more, to be changed by itself."""
+    graph, copies = Graph(), {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    return GraphModule(module, graph)
+
+
 def assert_lifted(
     function: Callable[..., Any], inputs: Sequence[Tensor], rules: Sequence[Rule], *, leaves: Sequence[str]
 ) -> GraphModule:
@@ -40,7 +49,8 @@ def assert_lifted(
 
     Results keep their metadata, and are as near to fp64 as those of the original.
     """
-    original, module = graph_of(function, inputs), graph_of(function, inputs)
+    original = graph_of(function, inputs)
+    module = copy_of(original)
     for rule in rules:
         report = rewritten(rule, module, verify=region_check())
         assert (report.candidates, report.matched) == (1, 1), (rule.name, reasons(report), str(original.graph))

@@ -52,7 +52,7 @@ def ops(module: GraphModule, name: str) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("spare", [0, 3], ids=["", "columns of a verify window"])
 def test_a_decode_step_of_kimi_k3(spare: int, batch: int) -> None:
-    config = KimiK3Config.tiny().with_layers(4)
+    config = KimiK3Config.tiny().with_layers(2)
     model, (inputs, state), _ = build_kimi_k3(config, phase="decode", batch=batch)
     state = state._replace(conv=tuple(torch.nn.functional.pad(line, (0, 0, 0, spare)) for line in state.conv))
     captured = capture(model, (inputs, state))
@@ -106,7 +106,7 @@ def fused(module: GraphModule, roundings: Any, *, verify: bool = True) -> int:
 @pytest.mark.parametrize("roundings", ["fewest", "model"])
 @pytest.mark.parametrize("spare", [0, 3], ids=["", "columns of a verify window"])
 def test_every_layer_of_kimi_k3_becomes_one_op(roundings: str, spare: int) -> None:
-    config = KimiK3Config.tiny().with_layers(4)
+    config = KimiK3Config.tiny().with_layers(2)
     model, (inputs, state), _ = build_kimi_k3(config, phase="decode", batch=3)
     state = state._replace(conv=tuple(torch.nn.functional.pad(line, (0, 0, 0, spare)) for line in state.conv))
     module = capture(model, (inputs, state)).module
@@ -140,7 +140,7 @@ def test_a_fused_step_with_a_null_row_that_holds_anything() -> None:
 
 
 def test_the_full_width_on_fake_tensors() -> None:
-    config = KimiK3Config().with_layers(4)
+    config = KimiK3Config().with_layers(2)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, args, kwargs = build_kimi_k3(config, phase="decode", batch=4)
         captured = capture(model, args, kwargs)

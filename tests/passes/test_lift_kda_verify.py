@@ -64,7 +64,7 @@ def calls(module: GraphModule, name: str) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 def test_every_layer_becomes_one_op(tokens: int, batch: int) -> None:
-    config = KimiK3Config.tiny().with_layers(4)
+    config = KimiK3Config.tiny().with_layers(2)
     model, (inputs, state), _ = build_kimi_k3(config, phase="verify", batch=batch, tokens=tokens)
     if tokens == 2:  # a line with more columns than a window needs
         state = state._replace(conv=tuple(torch.nn.functional.pad(line, (0, 0, 0, 3)) for line in state.conv))
@@ -99,7 +99,7 @@ def test_steps_of_a_window_are_no_decode_steps() -> None:
 
 
 def test_the_full_width_on_fake_tensors() -> None:
-    config = KimiK3Config().with_layers(4)
+    config = KimiK3Config().with_layers(2)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, args, kwargs = build_kimi_k3(config, phase="verify", batch=2, tokens=4)
         module = capture(model, args, kwargs).module
@@ -111,7 +111,7 @@ def test_the_full_width_on_fake_tensors() -> None:
 def test_many_windows_and_then_plain_steps(tokens: int) -> None:
     """Through the backend, with every acceptance, a row of nobody and NaN in slot 0. What was accepted last, whichever
     column it is, is where a plain step starts from."""
-    config = KimiK3Config.minimal().with_layers(3)
+    config = KimiK3Config.minimal().with_layers(2)
     names = config.counts()
     model, (inputs, state), _ = build_kimi_k3(
         config, phase="verify", batch=3, tokens=tokens, context=30, dtype=torch.float64, padding_rows=1

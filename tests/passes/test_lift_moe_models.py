@@ -43,7 +43,7 @@ def _report(backend: Backend, name: str) -> PassReport:
 @pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
 @pytest.mark.parametrize("form", ["grouped", "gather"])
 def test_every_mixture_of_kimi_k3_is_found_and_verified(form: str, storage: str, batch: int) -> None:
-    config = dataclasses.replace(KimiK3Config.tiny(), experts=storage, moe_form=form).with_layers(3)
+    config = dataclasses.replace(KimiK3Config.tiny(), experts=storage, moe_form=form).with_layers(2)
     model, args, kwargs = build_kimi_k3(config, phase="decode", batch=batch)
     captured = capture(model, args, kwargs)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_a_decode_step_of_kimi_k3_in_fp32_is_that_of_eager(form: str) -> None:
 @pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
 @pytest.mark.parametrize("form", ["grouped", "gather"])
 def test_kimi_k3_in_its_full_width_is_found_on_fake_tensors(form: str, storage: str) -> None:
-    config = dataclasses.replace(KimiK3Config(), experts=storage, moe_form=form).with_layers(4)
+    config = dataclasses.replace(KimiK3Config(), experts=storage, moe_form=form).with_layers(2)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, args, kwargs = build_kimi_k3(config, phase="decode", batch=4)
         captured = capture(model, args, kwargs)
@@ -78,7 +78,7 @@ def test_kimi_k3_in_its_full_width_is_found_on_fake_tensors(form: str, storage: 
 
 @pytest.mark.parametrize("form", ["grouped", "gather"])
 def test_packed_experts_are_lifted_on_the_way_through_the_backend(form: str) -> None:
-    config = dataclasses.replace(KimiK3Config.tiny(), experts="mxfp4", moe_form=form).with_layers(3)
+    config = dataclasses.replace(KimiK3Config.tiny(), experts="mxfp4", moe_form=form).with_layers(2)
     model, args, _ = build_kimi_k3(config, phase="decode", batch=2)
     backend = _backend(verify="end-to-end")
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_a_wrong_lift_is_an_error_that_saves_both_outputs(tmp_path: Path, monkey
 # ------------------------------------------------------------------ transformers
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "num_experts_per_tok": 2,
 }  # fmt: skip
 MOE: dict[str, Any] = {**COMMON, "intermediate_size": 48, "moe_intermediate_size": 24}
@@ -159,25 +159,25 @@ def _kimi_linear() -> Any:
     module = pytest.importorskip("transformers.models.kimi_linear")
     return module.KimiLinearConfig(
         **LATENT, num_local_experts=8, linear_head_dim=8, linear_num_heads=4, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, layer_types=["linear_attention", "linear_attention", "full_attention"],
-        mlp_layer_types=["dense", "sparse", "sparse"],
+        eos_token_id=2, layer_types=["full_attention", "linear_attention"], mlp_layer_types=["dense", "sparse"],
     )  # fmt: skip
 
 
 MODELS: dict[str, tuple[Callable[[], Any], int, int]] = {
     # configuration, mixtures, routers that are lifted
-    "Qwen3-MoE": (lambda: transformers.Qwen3MoeConfig(**MOE, num_experts=6, norm_topk_prob=True, head_dim=8), 3, 3),
+    "Qwen3-MoE": (lambda: transformers.Qwen3MoeConfig(**MOE, num_experts=6, norm_topk_prob=True, head_dim=8), 2, 2),
     "Qwen3-MoE, not renormalised": (
-        lambda: transformers.Qwen3MoeConfig(**MOE, num_experts=6, norm_topk_prob=False, head_dim=8), 3, 3,
+        lambda: transformers.Qwen3MoeConfig(**MOE, num_experts=6, norm_topk_prob=False, head_dim=8), 2, 2,
     ),
-    "Mixtral": (lambda: transformers.MixtralConfig(**COMMON, intermediate_size=24, num_local_experts=6), 3, 3),
-    "DeepSeek-V3, one group": (lambda: transformers.DeepseekV3Config(**DEEPSEEK, n_group=1, topk_group=1), 2, 2),
-    "DeepSeek-V3, four groups": (lambda: transformers.DeepseekV3Config(**DEEPSEEK, n_group=4, topk_group=2), 2, 0),
-    "Kimi-Linear": (_kimi_linear, 2, 2),
+    "Mixtral": (lambda: transformers.MixtralConfig(**COMMON, intermediate_size=24, num_local_experts=6), 2, 2),
+    "DeepSeek-V3, one group": (lambda: transformers.DeepseekV3Config(**DEEPSEEK, n_group=1, topk_group=1), 1, 1),
+    "DeepSeek-V3, four groups": (lambda: transformers.DeepseekV3Config(**DEEPSEEK, n_group=4, topk_group=2), 1, 0),
+    "Kimi-Linear": (_kimi_linear, 1, 1),
     "Qwen3-Next": (
         lambda: transformers.Qwen3NextConfig(
-            **MOE, **LINEAR, num_experts=6, shared_expert_intermediate_size=24, head_dim=8
-        ), 3, 3,
+            **MOE, **LINEAR, num_experts=6, shared_expert_intermediate_size=24, head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+        ), 2, 2,
     ),
 }  # fmt: skip
 

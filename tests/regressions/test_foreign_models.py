@@ -24,8 +24,9 @@ DEEPSEEK: dict[str, Any] = {
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1,
 }  # fmt: skip
 LINEAR: dict[str, Any] = {
-    **SIZES, **MOE, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32,
+    **SIZES, **MOE, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
 }  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any], str | None, dict[str, int]]] = {
@@ -38,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, dict[str, int]]] = {
     "deepseek-v3": ("DeepseekV3Config", DEEPSEEK, "batched_mm", {"lift_rms_norm": 9, "lift_mlp": 2, "lift_route": 0}),
     "qwen3-next": (
         "Qwen3NextConfig", LINEAR, "batched_mm",
-        {"lift_rms_norm": 14, "lift_gated_rms_norm": 3, "lift_l2_norm": 6, "lift_mlp": 4, "lift_route": 4},
+        {"lift_rms_norm": 8, "lift_gated_rms_norm": 1, "lift_l2_norm": 2, "lift_mlp": 2, "lift_route": 2},
     ),
 }  # fmt: skip
 

@@ -2,21 +2,26 @@
 //
 // A fiber runs until it meets the others (a barrier, an exchange across the wave) and then hands over; whoever arrives last
 // lets the others go on. Threads that have returned are not waited for. Exchanges need all lanes of a wave that have not
-// returned, as the hardware does.
+// returned, as the hardware does. It is compiled once for all kernels: nothing here may hang on a kernel's macros.
 #pragma once
 
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace k3_emulator {
 
 constexpr int largest_wave = 64, most_words = 8;
+inline int looks = 0;  // 0: right, 1: every other one wrong, 2: wrong
 
 struct Meeting {
     int expected = 0, arrived = 0;
@@ -133,14 +138,14 @@ inline int run(int gx, int gy, int gz, int threads, int wave, const std::functio
     return 0;
 }
 
+template <typename... Parameters, size_t... At>
+void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<At...>) {
+    kernel(*static_cast<std::remove_const_t<Parameters>*>(arguments[At])...);
+}
+
 template <typename... Parameters>
 std::function<void()> bound(void (*kernel)(Parameters...), void** arguments) {
-    return [=] {
-        int at = 0;
-        // braces: evaluated from left to right
-        std::tuple<Parameters...> values{*static_cast<std::remove_const_t<Parameters>*>(arguments[at++])...};
-        std::apply(kernel, values);
-    };
+    return [=] { call(kernel, arguments, std::index_sequence_for<Parameters...>()); };
 }
 
 }  // namespace k3_emulator

@@ -2,8 +2,6 @@
 // read too early shows.
 #pragma once
 
-#include <map>
-
 #include "portability.h"
 
 #define K3_DYNAMIC_SHARED(TYPE, NAME) static TYPE NAME[256 * 1024 / sizeof(TYPE)]

@@ -1,10 +1,6 @@
 // kernels/portability.h for the CPU: the same names, on k3_emulator's fibers.
 #pragma once
 
-#include <cmath>
-#include <tuple>
-#include <type_traits>
-
 #include "emulator.h"
 
 #define K3_NVIDIA 1
@@ -12,8 +8,9 @@
 #define __global__
 #define __device__
 #define __shared__ static
-#define K3_KERNEL(THREADS) extern "C" void
-#define K3_KERNEL_OCCUPANCY(THREADS, WAVES_PER_SIMD) extern "C" void
+// static: of the kernels of a file only the one that is asked for is compiled
+#define K3_KERNEL(THREADS) static void
+#define K3_KERNEL_OCCUPANCY(THREADS, WAVES_PER_SIMD) static void
 #define K3_DEVICE static inline
 
 #include "numbers.h"
@@ -53,6 +50,8 @@ K3_DEVICE u32x4 load16(const T* address) { return load_aligned<u32x4>(address); 
 template <typename T>
 K3_DEVICE u32x4 load16_stream(const T* address) { return load_aligned<u32x4>(address); }
 template <typename T>
+K3_DEVICE void store16_whole(T* address, const u32x4& value) { store16(address, value); }
+template <typename T>
 K3_DEVICE u32x4 load16_early(const T* address) { return load_aligned<u32x4>(address); }
 template <typename T>
 K3_DEVICE u32x4 load16_written(const T* address) {
@@ -80,9 +79,12 @@ K3_DEVICE float fast_reciprocal(float x) { return 1.0f / x; }
 K3_DEVICE float fast_rsqrt(float x) { return 1.0f / std::sqrt(x); }
 K3_DEVICE float fast_sigmoid(float x) { return fast_reciprocal(1.0f + fast_exp(-x)); }
 
-// Every other number is not what it will be: a slot of someone else's.
+// What is not yet what it will be is a slot of someone else's.
 template <typename T>
-K3_DEVICE T peek(const T* address) { return *address ^ static_cast<T>(reinterpret_cast<u64>(address) / sizeof(T) % 2); }
+K3_DEVICE T peek(const T* address) {
+    const bool odd = reinterpret_cast<u64>(address) / sizeof(T) % 2;
+    return *address ^ static_cast<T>(k3_emulator::looks == 2 || (k3_emulator::looks == 1 && odd));
+}
 K3_DEVICE void bring_nearer(const void*) {}
 template <typename T>
 K3_DEVICE void work_out(T*&, bool) {}
