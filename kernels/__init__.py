@@ -21,6 +21,7 @@ from k3rewrite.kernels import (
     kda_verify,
     kda_window,
     l2_norm,
+    mla_attend,
     mlp,
     pack_rows,
     rms_norm,
@@ -45,6 +46,7 @@ _FOLDERS = (
     conv_verify,
     kda_window,
     kda_verify,
+    mla_attend,
     attn_res,
     attn_res_norm,
     pack_rows,
@@ -58,4 +60,5 @@ KERNELS: tuple[Kernel, ...] = (
     *kda_chunk.KERNELS,
     *kda_decode.KERNELS,
     *kda_verify.KERNELS,
+    *mla_attend.KERNELS,
 )

@@ -77,6 +77,7 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
     joined = [make(1, 70, 3, WIDTH) for _ in range(4)]
     offsets, marks = torch.arange(0, 9 * count + 1, 9)[: count + 1], torch.zeros(count, 1, dtype=torch.int32)
     gates = (torch.randn(3), torch.randn(24), pools[1], slots - 1)
+    attending = (make(count, 3, 4, 48).to(BF16), torch.randn(2 * count + 1, 8, 48), table[:, :2] // 4, ends - 1)
     normed = {"mix_dtype": BF16, "scale_dtype": FP32, **mixed}
     return {
         "rms_norm": [(x, w, EPS, *_norm()), (x.float(), None, EPS, FP32, FP32, FP32), (x, None, EPS, FP32, FP32, BF16)],
@@ -143,6 +144,10 @@ def _calls(make: Make, *rows: int) -> dict[str, list[tuple[Any, ...]]]:
         "kda_verify": [
             (*verify, None, True, -5.0, 0.25, 1e-6, 1e-5, "sigmoid", FP32, BF16),
             (*verify, ends, False, -5.0, 0.25, 1e-6, 1e-5, "silu", BF16, FP32),
+        ],
+        "mla_attend": [
+            (attending[0], attending[1].to(BF16), *attending[2:], None, 0.2, 32, BF16),
+            (attending[0].float(), *attending[1:], torch.tensor(0.5), 0.2, 16, FP32),
         ],
         "kda_chunk": [
             (*prompt, prompt[0].sum(-1), *gates, slots > 1, slots, None, marks, True, -5.0, 0.3, 1e-6, BF16),
